@@ -50,7 +50,10 @@ class EpisodeQuery(BaseModel):
 
 
 def episode_counts(run: Run) -> dict[str, Any]:
-    """Return the numbers of episodes, in the form of `RolloutIndex.counts` for other runs."""
+    """Return how many episodes of a run were played and how many failed, and its last step.
+
+    The dict has the same keys as the result of `RolloutIndex.counts`, which is used for other runs.
+    """
     steps = run.robot_steps()
     played = sum(len(_of_step(folder)) for folder in steps.values())
     tables = [folder / FAILURES_FILE for folder in steps.values()]
@@ -217,7 +220,10 @@ def _of_step(folder: Path) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4096)
 def _episodes(file: Path, changed: int) -> list[dict[str, Any]]:
-    """Return the episodes of a step, in order. changed: modification time, so that a new file is read again."""
+    """Return a summary of each episode in a rollout table, in the table's order.
+
+    changed: the file's modification time. It is part of the cache key, so that a new file is read again.
+    """
     by_episode: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(file, _COLUMNS):
         by_episode.setdefault(row["episode_id"], []).append(row)
@@ -240,7 +246,7 @@ def _episode(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rows(file: Path, columns: Sequence[str], episode: str | None = None) -> list[dict[str, Any]]:
-    """Read columns of a table, of one episode or of all.
+    """Return the rows of a table as dicts with these columns: the rows of one episode, or all if `episode` is None.
 
     Raises:
         DataError: the table cannot be read.

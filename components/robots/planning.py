@@ -35,7 +35,8 @@ SIZES = (1, 8)
 POLICIES = "; docs/benchmarks.md, MolmoAct2 of the released sizes"
 TRYING = "; docs/benchmarks.md, Robot policies that learn by trying"
 TEXT_TOKENS, ACTION_TOKENS = 100, 40
-"""Tokens of a prompt besides its images (task, setup and state), and tokens of its discrete actions."""
+"""Assumed number of text tokens in a prompt (task, setup and state; images are counted separately), and assumed number
+of discrete action tokens of an example."""
 
 
 class RobotAssumptions(Settings):
@@ -75,8 +76,10 @@ class RobotAssumptions(Settings):
 class PolicySizes:
     """Sizes of a MolmoAct2 policy.
 
-    vlm, expert: number of parameters. met: parameters that each token of a prompt is multiplied by, that is without
-    embeddings. tokens: tokens of a prompt. denoising: denoising steps of an action chunk. width: bytes per weight.
+    vlm, expert: number of parameters of the VLM and of the action expert.
+    met: number of VLM parameters that each token of a prompt is multiplied by, without embeddings and output layer.
+    tokens: number of tokens of a prompt. denoising: number of denoising steps of an action chunk.
+    width: bytes per weight.
     """
 
     config: MolmoAct2Config
@@ -95,12 +98,12 @@ class PolicySizes:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the text model, which is also the number of the expert's layers."""
+        """Number of layers of the text model. The action expert has as many."""
         return self.config.text_config.num_hidden_layers
 
     @property
     def key_value_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, which the expert reads."""
+        """Bytes of one token's keys and values, summed over all layers of the text model. The expert reads them."""
         text = self.config.text_config
         return 2 * self.layers * text.num_key_value_heads * text.head_dim * self.width
 
@@ -189,10 +192,11 @@ def policy_trainer_parts(
 
 
 def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recomputes: bool) -> int:
-    """Return the bytes of an example's activations.
+    """Return the number of bytes that one training example's activations take on the GPU.
 
-    A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198). With gradient checkpointing only one layer
-    keeps them, and the others only their outputs. A frozen VLM only keeps its keys and values.
+    A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198). With gradient checkpointing (`recomputes`)
+    one layer at a time keeps them, and every layer keeps its output. A frozen VLM (`expert_alone`) keeps only its keys
+    and values.
     """
     text, vision, expert = sizes.config.text_config, sizes.config.vit_config, sizes.config.action_expert_config
     widths = {"expert": (actions * expert.hidden_size, expert.num_layers)}
@@ -205,7 +209,7 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
 
 
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory:
-    """Return the memory of a recipe that trains or plays a policy, on its machine."""
+    """Return the memory that a recipe needs to train or play a policy on the recipe's machine."""
     policy, machine = recipe.policy, recipe.machine
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
@@ -255,10 +259,12 @@ def robot_memory(
 class RobotCosts:
     """Durations in seconds.
 
-    build, reset, action: of a simulator's process, to reset with building a simulator, to reset, and for one action.
-    policy_pass: of a forward pass of the policy.
-    answer, micro_batch, update: of a rank, for an action chunk, a micro-batch and an optimizer step.
-    sync: of publishing and loading new weights.
+    build, reset: one reset in a simulator process, with and without building the simulator first.
+    action: one action in a simulator process.
+    policy_pass: one forward pass of the playing policy.
+    answer, update: one action chunk and one optimizer step on a rank of the trainer.
+    micro_batch: minimum duration of a micro-batch on a rank, even if it has few chunks.
+    sync: publishing new weights and loading them.
     """
 
     build: float

@@ -27,7 +27,7 @@ class Histogram:
 
     @classmethod
     def empty(cls) -> Histogram:
-        """Return the histogram of no images."""
+        """Return a histogram without images: all counts are 0."""
         return cls(np.zeros((CHANNELS, 256), np.int64), 0)
 
     def add(self, image: Image.Image) -> Histogram:
@@ -51,7 +51,7 @@ def merge(shards: Sequence[Histogram]) -> Histogram:
 
 
 def _channel(counts: Array) -> list[float]:
-    """Return minimum, maximum, mean, standard deviation and quantiles of one channel."""
+    """Return minimum, maximum, mean, standard deviation and quantiles of one channel, from its 256 counts."""
     present = np.flatnonzero(counts)
     seen = [(int(value), int(counts[value])) for value in present]
     pixels = sum(count for _, count in seen)

@@ -42,12 +42,15 @@ class Measured:
 
 
 def episodes_table(statistics: Mapping[str, Mapping[str, Array]]) -> pa.Table:
-    """Return the table of episodes from each feature's statistics by name, (episodes, *shape)."""
+    """Return a table with one row per episode and a column `stats/<feature>/<statistic>` for each array.
+
+    statistics: arrays (episodes, *shape) by feature and name of the statistic.
+    """
     return pa.table({f"stats/{name}/{key}": _lists(each[key]) for name, each in statistics.items() for key in each})
 
 
 def merge(parts: Sequence[Measured]) -> Measured:
-    """Merge measurements, for the features that all parts have.
+    """Merge the measurements of several datasets or units. Only features that all parts have are kept.
 
     Raises:
         DataError: parts have different widths of a feature, or no feature in common.
@@ -130,7 +133,7 @@ MEASURED = TypeAdapter(Annotated[Measured, PlainValidator(from_data)])
 
 
 def _lists(values: Array) -> pa.Array:
-    """Return an Arrow array with one cell per first index, nested like the other dimensions."""
+    """Return an Arrow array with one cell per index of the first axis. A cell has nested lists for the other axes."""
     array = pa.array(values.reshape(-1))
     for length in reversed(values.shape[1:]):
         array = pa.ListArray.from_arrays(np.arange(len(array) // length + 1, dtype=np.int32) * length, array)
@@ -140,9 +143,9 @@ def _lists(values: Array) -> pa.Array:
 Finished = Callable[[tuple[int, Measured]], None]
 
 NUMBERS_AT_ONCE, IMAGES_AT_ONCE = 1024, 8
-"""Episodes of a unit: without images, with images."""
+"""Maximum number of episodes in a unit whose features are only numbers, and in a unit with images."""
 UNIT_SECONDS, ATTEMPTS = 3600.0, 3
-"""Time limit of a unit on a worker, and the number of workers that may die with the same unit."""
+"""Time limit in seconds for a worker to measure a unit, and number of times that a unit is tried if workers die."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class MeasurementUnit:
 
 
 def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[MeasurementUnit]:
-    """Return the units of these ascending episodes; they are the same on every machine.
+    """Divide these ascending episodes into units. The units are the same on every machine.
 
     Raises:
         ConfigurationError: a feature is unknown, or neither numeric nor an image.
@@ -247,7 +250,7 @@ def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, Fea
 
 
 def cores(machine: Machine) -> int:
-    """Return the number of threads to compute with."""
+    """Return the machine's number of threads, or the number of available CPUs if it has no such setting."""
     return machine.threads or available_cpus()
 
 

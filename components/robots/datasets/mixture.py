@@ -133,7 +133,7 @@ class Mixture:
         return map(self.nth, range(self.frames))
 
     def nth(self, number: int) -> FrameIndex:
-        """Return the frame that `every` yields after `number` others."""
+        """Return the frame that `every` yields at index `number`, from 0."""
         ends = np.cumsum([int(stops[-1]) for stops in self._stops])
         source = int(np.searchsorted(ends, number, side="right"))
         return FrameIndex(source, number - int(ends[source - 1]) if source else number)
@@ -154,14 +154,17 @@ class Mixture:
         return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame)
 
     def actions(self, place: FrameIndex) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return only actions and padding of the sample; no image is read."""
+        """Return the actions and the padding mask of the sample at a frame, without reading its images."""
         episode, frame = self._episode(place)
         places, padding = window(frame, episode.length, range(self.horizons[place.source]))
         values = self._frames[place.source].numbers(self.sources[place.source].action, episode, places)
         return values.astype(np.float32), padding
 
     def files(self, source: int, first: int, stop: int) -> Iterator[PurePosixPath]:
-        """Yield the files that reading frames `first` to `stop` (exclusive) of a source needs completely."""
+        """Yield the data and video files that must be downloaded completely to read some frames of a source.
+
+        These are frames `first` to `stop` (exclusive), counted over the selected episodes.
+        """
         used = self.sources[source]
         dataset, info = used.dataset, used.dataset.info
         ends = (self._episode(FrameIndex(source, frame))[0].index for frame in (first, stop - 1))
@@ -185,7 +188,10 @@ class Mixture:
 
 
 def _file_bounds(source: DatasetSource) -> Array:
-    """Return an array (files + 1,): the index of the first selected frame of each file, then the number of frames."""
+    """Return the bounds of a source's files, an array (files + 1,).
+
+    It has the index of each file's first frame, and at its end the number of frames. Only selected frames are counted.
+    """
     dataset, chosen = source.dataset, selection(source.episodes)
     videos = [name for name in source.cameras.values() if dataset.feature(name).dtype == VIDEO]
     starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)
@@ -197,7 +203,8 @@ def _file_bounds(source: DatasetSource) -> Array:
 AT_ONCE = 4
 """Number of files downloaded at the same time."""
 STOP_WITHIN = 2.0
-"""Seconds to wait, when stopping, for the next part of a file that is being downloaded."""
+"""Seconds that `FilePrefetch` waits for each download thread when it stops. A thread notices the stop only when it has
+received the next part of its file."""
 log = logging.getLogger(__name__)
 
 
@@ -236,7 +243,7 @@ class FilePrefetch:
             thread.join(STOP_WITHIN)
 
     def reach(self, positions: Iterable[int]) -> None:
-        """Tell that these positions are being read now; queue the files of their windows and of the next ones."""
+        """Queue downloads for positions that are being read now: the files of their windows and of the next windows."""
         if self._shuffle is None or not self._threads:
             return
         for shuffled in map(self._shuffle.window, positions):

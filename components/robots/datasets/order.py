@@ -83,9 +83,9 @@ class MixtureSchedule:
         raise AssertionError("the last source takes what is left")
 
     def passed(self, position: int, source: int) -> int:
-        """Return a number of the source's items that are certainly taken before this position.
+        """Return a lower bound on the number of the source's items that are taken before this position.
 
-        It is all of them except for some items of the position's block.
+        It counts all items except those in the position's own block of `BLOCK` positions.
         """
         if len(self._weights) == 1:
             return position
@@ -101,9 +101,10 @@ SCHEDULE, FILES = 0, 1
 
 
 class Window(NamedTuple):
-    """Files of a source that a lane reads together, before it continues with others.
+    """Files of a source that a lane reads together, before it continues with the next files.
 
-    They are frames `first` to `stop` (exclusive), counted over all frames that the lane takes of the source.
+    The window has frames `first` to `stop` (exclusive) in the sequence of all frames that the lane takes of the source,
+    over all epochs.
     """
 
     source: int
@@ -116,7 +117,7 @@ class Window(NamedTuple):
 class _Epoch:
     """One epoch of a source: its files in shuffled order, split into lanes, and lanes into windows.
 
-    A place is a frame's number in this order. key: seed of the epoch.
+    A place is a frame's index when the shuffled files are concatenated. key: seed of the epoch.
     """
 
     key: int
@@ -127,26 +128,29 @@ class _Epoch:
     lane_starts: Array
     """First place of each lane, (lanes,)."""
     begun: Array
-    """Number of positions of each lane in earlier epochs, (lanes,)."""
+    """Number of frames of this source that each lane takes in earlier epochs, (lanes,)."""
     window_stops: Array
     """Place after the last frame of each window, (windows,)."""
 
     def row(self, lane: int, taken: int) -> int:
-        """Return the place of a lane after it has taken `taken` positions in all epochs."""
+        """Return the place that a lane reads next, after it has taken `taken` frames of this source over all epochs."""
         return int(self.lane_starts[lane]) + taken - int(self.begun[lane])
 
     def window(self, place: int) -> tuple[int, int, int]:
-        """Return the number of the window at a place, and the window's first place and the place after its last."""
+        """Return the window that contains a place, as (number, start, stop). `start` and `stop` are places.
+
+        The window includes `start` but not `stop`.
+        """
         number = int(np.searchsorted(self.window_stops, place, side="right"))
         return number, int(self.window_stops[number - 1]) if number else 0, int(self.window_stops[number])
 
     def frame(self, place: int) -> tuple[int, int]:
-        """Return the file at a place, and the frame in the file."""
+        """Return the number of the file that contains a place, and the frame's index within this file."""
         number = int(np.searchsorted(self.file_stops, place, side="right"))
         return int(self.files[number]), place - (int(self.file_stops[number - 1]) if number else 0)
 
     def shuffled(self, place: int) -> int:
-        """Return the place after shuffling within its window."""
+        """Return the place that is read instead of `place`, because the frames of a window are shuffled."""
         number, first, stop = self.window(place)
         return first + permuted(place - first, stop - first, mixed(self.key, number))
 
@@ -169,7 +173,8 @@ class FileShuffle:
         """Prepare the order of several sources.
 
         Args:
-            bounds: for each source, the first frame of each file, from 0, and then the number of frames, (files + 1,).
+            bounds: an array (files + 1,) for each source. It has the index of each file's first frame, and at its end
+                the source's number of frames.
         """
         self._bounds, self._seed = tuple(bounds), seed
         self._lanes, self._window = settings.lanes, settings.window
@@ -177,7 +182,7 @@ class FileShuffle:
         self._epochs: list[dict[int, _Epoch]] = [{} for _ in bounds]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the source and its frame at a position."""
+        """Return the sample at a position: the source's number, and the index of the frame within this source."""
         source, lane, taken = self._taken(position)
         epoch = self._epoch_of(source, lane, taken)
         file, frame = epoch.frame(epoch.shuffled(epoch.row(lane, taken)))
@@ -188,13 +193,19 @@ class FileShuffle:
         return self._window_at(*self._taken(position))
 
     def windows(self, window: Window, stop: int) -> list[Window]:
-        """Return the window and the next one, if all their frames are certainly at positions before `stop`."""
+        """Return this window and the lane's next window of the same source.
+
+        A window is left out unless all its frames certainly have positions before `stop`.
+        """
         taken = self._schedules[window.lane].passed(int(self._before(stop)[window.lane]), window.source)
         after = self._window_at(window.source, window.lane, window.stop)
         return [each for each in (window, after) if each.stop <= taken]
 
     def frames(self, window: Window) -> list[tuple[int, int]]:
-        """Return, for each file in the window, the range of the source's frames (the end is exclusive)."""
+        """Return the window's frames as one range (first, end) per file.
+
+        Frames are counted within the source, and `end` is exclusive.
+        """
         source, lane, taken, end = window
         epoch, bounds = self._epoch_of(source, lane, taken), self._bounds[source]
         place, runs = epoch.row(lane, taken), list[tuple[int, int]]()
@@ -208,7 +219,7 @@ class FileShuffle:
         return runs
 
     def _taken(self, position: int) -> tuple[int, int, int]:
-        """Return the source, the lane, and the number of earlier positions of the lane with this source."""
+        """Return the source and the lane of a position, and how many frames of the source the lane has taken before."""
         turn, lane = divmod(position, self._lanes)
         source, taken = self._schedules[lane].at(turn)
         return source, lane, taken
@@ -243,11 +254,14 @@ class FileShuffle:
         return _Epoch(key, files, file_stops, lane_starts, begun, np.concatenate(windows))
 
     def _before(self, position: int) -> Array:
-        """Return how many positions before this one each lane has, (lanes,)."""
+        """Return, for each lane, the number of its positions before `position`, (lanes,)."""
         return (position + self._lanes - 1 - np.arange(self._lanes)) // self._lanes
 
     def _windows(self, file_stops: Array, start: int, stop: int) -> Array:
-        """Return where the windows of a lane end. Windows have equally many files, or differ by one."""
+        """Return the place after the last frame of each window of a lane, (windows,).
+
+        The lane has places `start` to `stop` (exclusive). The windows' numbers of files differ by at most one.
+        """
         first = np.searchsorted(file_stops, start, side="right")
         stops = np.append(file_stops[first : np.searchsorted(file_stops, stop)], stop)
         windows = -(-len(stops) // self._window)

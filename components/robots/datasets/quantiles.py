@@ -57,9 +57,11 @@ class FeatureStatistics:
 
 
 def ranks(count: int | Array) -> tuple[Array, Array, Array]:
-    """Return where the quantiles of `count` sorted values are: two ranks and the weight of the second.
+    """Return the indices between which each quantile of `count` sorted values is interpolated.
 
-    Definition 7 of Hyndman and Fan (1996), numpy's method "linear". A new first axis is for the levels.
+    The result has three arrays: the lower indices, the upper indices, and the weights of the upper values. Their first
+    axis has one entry per quantile in `LEVELS`; the other axes are the axes of `count`. This is definition 7 of Hyndman
+    and Fan (1996), numpy's method "linear".
     """
     counts = np.asarray(count)
     place = (counts - 1) * LEVELS.reshape(-1, *(1,) * counts.ndim)
@@ -68,7 +70,10 @@ def ranks(count: int | Array) -> tuple[Array, Array, Array]:
 
 
 def between(low: Array, high: Array, weight: Array) -> Array:
-    """Return `low` + `weight` (`high` - `low`), computed from the nearer end: monotonic, and rounded as in numpy."""
+    """Return the interpolation `low` + `weight` (`high` - `low`).
+
+    It is computed from the nearer end, so that it increases with `weight` and is rounded as in numpy.
+    """
     step = high - low
     return np.where(weight >= 0.5, high - step * (1 - weight), low + step * weight)
 
@@ -84,7 +89,7 @@ class FeatureValues:
 
     parts: arrays (width, frames) in their original type, so that a float32 takes 4 bytes although statistics are
         computed in float64.
-    mean, squares: mean and sum of squared distances from it, float64 (width,).
+    mean: float64 (width,). squares: sum of the squared distances of all values from the mean, float64 (width,).
     """
 
     parts: tuple[Array, ...]
@@ -115,7 +120,11 @@ def merge(shards: Sequence[FeatureValues]) -> FeatureValues:
 
 
 def _merged(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
-    """Return count, mean and squares of all shards; means and squares are (shards, width)."""
+    """Merge the moments of shards: `counts` (shards,), `means` and `squares` (shards, width).
+
+    Returns:
+        Number of frames in all shards; mean (width,) and sum of squared distances from it (width,).
+    """
     weights = counts.astype(np.float64)[:, None]
     base = means[0]
     mean = base + ((means - base) * weights).sum(0) / weights.sum()
@@ -125,7 +134,9 @@ def _merged(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Ar
 def measure(
     rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
 ) -> tuple[list[FeatureStatistics], FeatureValues]:
-    """Return the statistics of each episode, and the values to merge with others; see `measure_columns`.
+    """Return the statistics of each episode, and the values of all episodes, to be merged with other values.
+
+    Arguments and errors are described at `measure_columns`.
 
     Example:
         >>> (episode,), _ = measure(np.array([[1.0], [3.0]]), lengths=[2], feature="action")
@@ -144,7 +155,10 @@ def measure(
 def measure_columns(
     rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int = 0
 ) -> tuple[dict[str, Array], FeatureValues]:
-    """Return statistics of each episode by their names in stats.json, (episodes, width) each, and all values to merge.
+    """Measure episodes. Return their statistics, and the values of all episodes, to be merged with other values.
+
+    The statistics are arrays by the names that they have in stats.json: `count` is (episodes, 1), all others are
+    (episodes, width).
 
     Args:
         rows: frames of the episodes one after another, (frames, width).
@@ -175,7 +189,10 @@ def measure_columns(
 
 
 def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array]:
-    """Return means and sums of squared distances, (width, episodes) each. A second pass corrects rounding errors."""
+    """Return, for each episode, the mean and the sum of squared distances from it, both (width, episodes).
+
+    A second pass over the values corrects rounding errors.
+    """
     values = columns.astype(np.float64)
     mean = np.add.reduceat(values, starts, axis=1) / counts
     distances = values - np.repeat(mean, counts, axis=1)
@@ -185,7 +202,7 @@ def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array
 
 
 def _order(values: Array) -> Array:
-    """Return minimum, maximum and quantiles of one column, float64."""
+    """Sort `values` in place. Return their minimum, maximum and quantiles in one array, float64 (2 + quantiles,)."""
     values.sort()
     below, above, weight = ranks(len(values))
     low, high = values[below].astype(np.float64), values[above].astype(np.float64)

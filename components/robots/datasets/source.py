@@ -78,7 +78,7 @@ class EpisodeSelection(Sequence[int]):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the runs, in bytes."""
+        """Memory that the selection takes, in bytes."""
         return self._firsts.nbytes + self._ends.nbytes
 
     def numbers(self) -> Array:
@@ -93,7 +93,11 @@ class EpisodeSelection(Sequence[int]):
         return np.concatenate([np.zeros(0, np.int64), *spans])
 
     def frames(self, index: EpisodeIndex) -> tuple[Array, Array]:
-        """Return, for each run, its first frame in the dataset, and the number of selected frames up to its end."""
+        """Return two arrays (runs,), with one entry per run of consecutive episodes.
+
+        The first has the index of the run's first frame in the dataset. The second has the number of selected frames in
+        this run and all earlier runs.
+        """
         stops = index.numbers["stop"]
         firsts = np.where(self._firsts > 0, stops[self._firsts - 1], 0)
         return firsts, np.cumsum(stops[self._firsts + self._counts - 1] - firsts)

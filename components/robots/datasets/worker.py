@@ -19,7 +19,7 @@ class MeasuringWorker:
         self._dataset = open_dataset(same_files(files, quick_digest, DownloadCache.standard()))
 
     def measure(self, first: int, last: int, numbers: list[str], images: list[str], every: bool) -> dict[str, Any]:
-        """Return the measurements of a unit, see `as_data`."""
+        """Measure a unit, given by the fields of a `MeasurementUnit`. Return the result of `as_data`."""
         return as_data(measure_unit(MeasurementUnit(first, last, tuple(numbers), tuple(images), every), self._dataset))
 
     def close(self) -> None:

@@ -46,7 +46,9 @@ class PairedComparison:
 
 
 def sign_test(first: int, second: int) -> float:
-    """Return the two-sided p-value of `first` heads and `second` tails of a fair coin: min(1, 2 P(X <= min)).
+    """Return the two-sided p-value of `first` heads and `second` tails, if the coin is fair.
+
+    It is min(1, 2 P(X <= min(first, second))), where X is the number of heads in as many tosses.
 
     Example:
         >>> sign_test(0, 5)
@@ -101,7 +103,7 @@ def compare_parts(
 def compare_perturbed(
     first: Sequence[PerturbedResult], second: Sequence[PerturbedResult], confidence: float = 0.95
 ) -> dict[str, PairedComparison]:
-    """Return comparisons by label of the perturbation, for those that both evaluations have."""
+    """Compare two evaluations separately for each perturbation that both have. Return comparisons by its label."""
     others = by_perturbation(second)
     groups = by_perturbation(first).items()
     return {label: compare_results(group, others[label], confidence) for label, group in groups if label in others}
@@ -110,7 +112,10 @@ def compare_perturbed(
 def perturbed_metrics(
     results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]
 ) -> dict[str, dict[str, float]]:
-    """Return, by label of the perturbation, the success and its difference from the same episodes without it."""
+    """Return metrics for each perturbation, by its label.
+
+    They are the success rate with the perturbation, and its difference from the rate of the same episodes without it.
+    """
     by_label = {}
     for label, group in by_perturbation(perturbed).items():
         pairs = compare_results(results, group)

@@ -122,7 +122,7 @@ def _by_task(results: Sequence[LiberoResult]) -> Table:
 
 
 def _by_perturbation(results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]) -> Table:
-    """Return a table that compares each perturbation with the same episodes without it."""
+    """Return a table with one row per perturbation. It compares episodes with and without the perturbation."""
     columns = [
         "perturbation",
         *_COLUMNS,

@@ -112,7 +112,7 @@ def _fields(planned: PlannedEpisode, outcome: EpisodeOutcome) -> dict[str, Any]:
 
 
 def write_results(folder: Path, results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult] = ()) -> None:
-    """Write the table of results, and if there were perturbations a second table with theirs."""
+    """Write the table of results. If there are results of perturbed episodes, write them to a second table."""
     write_table(folder / RESULTS_FILE, [vars(result) for result in results], RESULTS)
     if perturbed:
         write_table(folder / PERTURBED_FILE, [vars(result) for result in perturbed], PERTURBED)
@@ -151,23 +151,25 @@ def success_rate(results: Sequence[LiberoResult]) -> Interval:
 
 
 def by_suite(results: Sequence[LiberoResult]) -> dict[str, list[LiberoResult]]:
-    """Group results by suite, in their order."""
+    """Return the results of each suite. Results of a suite must be adjacent; their order is kept."""
     return {suite: list(group) for suite, group in groupby(results, lambda result: result.suite)}
 
 
 def by_task(results: Sequence[LiberoResult]) -> dict[tuple[str, int], list[LiberoResult]]:
-    """Group results by suite and task number, in their order."""
+    """Return the results of each task, by suite and task number. Results of a task must be adjacent."""
     return {key: list(group) for key, group in groupby(results, lambda result: result.key[:2])}
 
 
 def by_perturbation(results: Sequence[PerturbedResult]) -> dict[str, list[PerturbedResult]]:
-    """Group results by label of the perturbation, in their order."""
+    """Return the results of each perturbation, by its label. Results of a perturbation must be adjacent."""
     return {label: list(group) for label, group in groupby(results, lambda result: result.label)}
 
 
 def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
-    """Return the content of `metrics.json`. `suite_mean`, the mean of the suites' rates, is what papers call
-    average."""
+    """Return the content of `metrics.json`.
+
+    `suite_mean` is the mean of the suites' success rates, which papers call the average.
+    """
     suites = by_suite(results)
     return {
         **numbers(results),
@@ -179,7 +181,7 @@ def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
 
 
 def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
-    """Return the success rate with its 95 % interval, and counts."""
+    """Return the success rate of these results with its 95 % interval, and numbers of episodes."""
     rate = success_rate(results)
     solved = [result.steps for result in results if result.success]
     steps = {"steps_when_solved": fmean(solved)} if solved else {}

@@ -114,9 +114,10 @@ class InferenceQueue(Generic[AnswerT]):
                     question.answer.set_exception(EvaluationAborted())
 
     def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
-        """Wait until a player ends or asks for actions. Return the ended players and the requests for one policy call.
+        """Wait for the requests of one policy call. Return the players that have ended meanwhile, and the requests.
 
-        After the first of them, it waits for more requests only for half the time of the last policy call.
+        After the first request or ended player, more requests are awaited for at most half the duration of the previous
+        policy call.
         """
         left, questions = list[Future[None]](), list[_Question]()
         latest = time.monotonic() + self._patience
@@ -143,7 +144,7 @@ class InferenceQueue(Generic[AnswerT]):
             question.answer.set_result(answer)
 
     def _refuse(self) -> None:
-        """Fail all requests that still wait."""
+        """Let all requests in the queue fail with EvaluationAborted."""
         while True:
             try:
                 waiting = self._questions.get_nowait()

@@ -14,7 +14,7 @@ from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachab
 
 TaskKey = tuple[str, int]
 EpisodeKey = tuple[str, int, int] | tuple[str, int, int, str]
-"""Suite, task number and episode number; then the label of the perturbation, if there is one."""
+"""Identity of an episode: suite, task number, episode number, and the label of its perturbation if it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,12 @@ GAP = 8
 
 
 def write_pairs(first: Path, second: Path, out: Path) -> dict[str, str]:
-    """Write a video for each episode that both evaluations filmed; return paths relative to `out` by description.
+    """Write a side-by-side video for each episode that both evaluations filmed.
 
-    Usually these are the first episodes of each task, which are the first successes or failures of both.
+    Each evaluation films its first successes and failures, so these are usually the first episodes of each task.
+
+    Returns:
+        Paths of the videos relative to `out`, by description.
     """
     videos = {}
     for one, other in zip(read_results(first), read_results(second), strict=True):

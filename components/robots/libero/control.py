@@ -28,14 +28,17 @@ KEPT = 4
 
 @dataclass
 class Compiled:
-    """Last model that was compiled, which must not be changed; None before the first."""
+    """Holder of the compiled model that the last simulation was copied from.
+
+    model: None until a simulation has been made. It is shared through the cache, so it must not be changed.
+    """
 
     model: mujoco.MjModel | None = None
 
 
 @contextmanager
 def kept_models() -> Iterator[Compiled]:
-    """Context in which robosuite's simulations are made from a copy of a cached compiled model.
+    """Within this context, robosuite makes its simulations from copies of cached compiled models.
 
     robosuite compiles a task's XML document at each reset, although the document is always the same: everything that
     depends on the seed is set in the model afterwards.
@@ -137,7 +140,7 @@ class OperationalSpaceControl:
 
 
 class Sensors:
-    """Replacement of `_update_observables`: it only asks the sensors that are due."""
+    """Replacement of robosuite's `_update_observables` that updates only the sensors whose sampling time has come."""
 
     def __init__(self, environment: Any) -> None:
         self._robosuite = environment._update_observables

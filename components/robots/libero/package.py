@@ -24,7 +24,7 @@ FOLDER = "NUMBA_CACHE_DIR"
 
 
 def use_folder() -> None:
-    """Set Numba's cache folder; call this before Numba is imported.
+    """Set Numba's cache folder, unless the environment already does. Call this before Numba is imported.
 
     Numba's default is a folder next to robosuite's files, which may be read-only.
     """
@@ -113,7 +113,7 @@ def assets_folder(compact: bool) -> Path:
 
 
 def _configuration_folder(root: Path) -> str:
-    """Write the configuration that the package would ask for; return its folder."""
+    """Write the configuration file that the package would otherwise ask for on stdin. Return the file's folder."""
     folder = _temporary()
     places = {"benchmark_root": "", "bddl_files": "bddl_files", "init_states": "init_files", "assets": "assets"}
     lines = [f"{key}: {root / place}" for key, place in places.items()]
@@ -122,7 +122,10 @@ def _configuration_folder(root: Path) -> str:
 
 
 def _with_textures(assets: Path) -> Path:
-    """Return a folder with links to `assets`, and to robosuite's textures of floors and walls that `assets` lacks."""
+    """Return a temporary folder of links to everything in `assets` and to robosuite's textures.
+
+    `assets` lacks textures of floors and walls, which robosuite has. If both have a texture, `assets` is used.
+    """
     robosuite = find_spec("robosuite")
     assert robosuite is not None and robosuite.submodule_search_locations, "a dependency of the libero package"
     theirs = Path(robosuite.submodule_search_locations[0]) / "models/assets/textures"

@@ -125,7 +125,10 @@ def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings
 
 
 def _part_of_furniture(task: LiberoTask) -> str | None:
-    """Return the argument of the goal's first predicate if it is a part of furniture; None if it is an object."""
+    """Return the name in the task's first goal predicate if it names a part of furniture, such as a drawer.
+
+    None if the predicate is about an object.
+    """
     text = task.bddl_file.read_text()
     objects, goal = (text.split(f"(:{section}", 1)[1] for section in ("objects", "goal"))
     thing = re.findall(r"[^\s()]+", goal)[2]  # (And (Open thing) ...
@@ -139,7 +142,7 @@ _PICKLE = "archive/data.pkl"
 
 
 def _latin(text: str, encoding: str) -> bytes:
-    """Decode bytes as pickles of old protocols store them."""
+    """Return the bytes that a pickle of an old protocol stores as latin1 text. Replaces `_codecs.encode`."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes are written as {encoding!r}, not as latin1")
     return text.encode("latin1")
@@ -152,7 +155,7 @@ _NEEDED = {
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _latin,
 }
-"""All names that a pickled array of numbers refers to."""
+"""Objects that a pickled array of numbers may refer to, by module and name."""
 
 
 def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDArray[np.float64]:

@@ -40,7 +40,11 @@ class SimulatorWorker:
     def step(
         self, slot: int, actions: NDArray[np.float32], film: bool
     ) -> Generator[dict[str, NDArray[np.uint8]], None, dict[str, Any]]:
-        """Yield the images before each action, empty dicts unless `film`; return the fields of `StepReply`."""
+        """Execute the actions in a slot until one of them solves the task.
+
+        Yields the camera images before each action, or an empty dict if `film` is False. Returns the fields of a
+        `StepReply`.
+        """
         simulator, success, steps = self._stepped(slot), False, 0
         for action in actions:
             yield dict(simulator.observe().images) if film else {}
@@ -50,13 +54,16 @@ class SimulatorWorker:
         return {"observation": vars(simulator.observe()), "success": success, "steps": steps}
 
     def progress(self, slot: int) -> list[dict[str, Any]]:
-        """Return the fields of each `GoalProgress`."""
+        """Return the progress of each goal predicate in a slot, as the fields of a `GoalProgress`."""
         return [asdict(goal) for goal in self._stepped(slot).progress()]
 
     def demonstrate(
         self, suite: str, index: int, initial_state: int, seed: int, noise: float, limit: int
     ) -> Generator[dict[str, Any], None, dict[str, Any]]:
-        """Yield the fields of a `TakenStep` before each step in slot 0; return the fields of the outcome."""
+        """Play an episode with the scripted policy in slot 0.
+
+        Yields the fields of a `TakenStep` before each step. Returns the fields of the `DemonstrationOutcome`.
+        """
         from armature.components.robots.libero.scripted.policy import DemonstrationOutcome, demonstrate
 
         for each in demonstrate(self._simulator(0, suite, index), initial_state, seed, noise, limit):
@@ -96,7 +103,10 @@ class SimulatorWorker:
 
 
 def _overlook_modules() -> None:
-    """Exempt imported modules from garbage collection: robosuite collects at each reset, which would scan them all."""
+    """Exempt all objects of imported modules from garbage collection.
+
+    robosuite runs a collection at each reset, which would scan them every time.
+    """
     import_libero()
     import_module("libero.libero.envs.env_wrapper")
     if not gc.get_freeze_count():

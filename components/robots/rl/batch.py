@@ -30,8 +30,8 @@ from armature.components.rollouts.settings import Deviation
 # --- Reward of an episode, per chunk ---
 
 REACH, GRASP, PLACE, SHARPNESS = 0.3, 0.2, 0.3, 5.0
-"""Potential of an unmet predicate: maximum shares of reaching, grasping and placing (0.8 in all), and the decay of
-nearness per meter."""
+"""Parameters of `potential` for a goal predicate that does not hold. The first three are the largest contributions of
+reaching, grasping and placing the object, together 0.8. The last one scales distances inside tanh, in 1/m."""
 
 
 def potential(goals: Sequence[GoalProgress]) -> float:
@@ -219,13 +219,13 @@ def build_batch(
 
 
 def differing_groups(answers: Sequence[ActionChunk]) -> list[str]:
-    """Return the ids of the groups whose episodes did not all earn the same, in order of appearance."""
+    """Return the ids of the groups whose episodes have different sums of rewards, in order of appearance."""
     groups = _returns(answers).items()
     return groups_that_differ((name, earned) for name, group in groups for earned in group.values())
 
 
 def _returns(answers: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Return the sum of rewards of each episode, by group and episode id."""
+    """Return each episode's sum of rewards, in one dict per group: {group id: {episode id: sum}}."""
     returns: dict[str, dict[str, float]] = {}
     for answer in answers:
         group = returns.setdefault(answer.group_id, {})
@@ -234,9 +234,10 @@ def _returns(answers: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
 
 
 def _weighted(answers: Sequence[ActionChunk], settings: RewardWeighted) -> list[ActionChunkSample]:
-    """Return the chunks with a positive weight, see `RewardWeighted.beta`.
+    """Return the chunks whose episode has a positive weight, with this weight in the advantage column.
 
-    Weights are stored as float32, so those below the smallest normal float32 count as zero.
+    `RewardWeighted.beta` defines the weights. They are stored as float32, so a weight below the smallest normal float32
+    counts as zero.
     """
     earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
@@ -252,9 +253,10 @@ def _weighted(answers: Sequence[ActionChunk], settings: RewardWeighted) -> list[
 def _compared(
     answers: Sequence[ActionChunk], returns: dict[str, dict[str, float]], deviation: Deviation
 ) -> list[ActionChunkSample]:
-    """Return the chunks of the groups in `returns` with their advantages, see `standardized`.
+    """Return the chunks of the groups in `returns`, each with the advantage of its episode.
 
-    An episode is scored by the sum of its rewards. Each group has at least two episodes.
+    `returns` has each episode's sum of rewards, see `_returns`. `standardized` compares it with the group's mean. Each
+    group has at least two episodes.
     """
     advantages: dict[str, float] = {}
     for group in returns.values():

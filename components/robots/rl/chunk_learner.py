@@ -44,9 +44,11 @@ def update_rows(count: int, settings: RobotRLTrainerSettings, number: int) -> li
 
 
 RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
-"""Names of the counts that metric sums are divided by. Slots are the positions of packed rows, tokens or padding."""
+"""Names of the counts that sums of metrics are divided by: probability ratios, chunks, and positions of packed rows.
+A position holds a token or padding."""
 OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fraction"
-"""Metrics that are means over chunks, and over slots. All other metrics are means over ratios."""
+"""Metrics that are means over chunks, and the metric that is a mean over positions of packed rows. All other metrics
+are means over probability ratios."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Update:
     """Update number `index` (from 0) of the `count` updates of step `step`.
 
     samples: chunks of the update, on all ranks together. solved: ids of the step's episodes that solved their task.
-    mean_advantage: mean over all chunks of the step.
+    mean_advantage: mean advantage of all chunks of the step.
     """
 
     step: int
@@ -112,20 +114,21 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     def _losses(
         self, samples: Sequence[ActionChunkSample], part: ActionChunkBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a part of an update, and sums of metrics with the counts RATIOS, ANSWERS and SLOTS.
+        """Return the loss of one micro-batch of an update, and a dict for the metrics.
 
-        The gradients of all parts are added up, so each loss is already divided by the size of the update.
+        The dict has the sum of each metric, and the counts RATIOS, ANSWERS and SLOTS that the sums are divided by. The
+        gradients of all micro-batches are added up, so each loss is already divided by the size of the update.
 
         Args:
-            part: the loaded samples, on the model's device.
+            samples: chunks of the micro-batch. part: the same chunks as tensors, on the model's device.
         """
 
     def step(self, samples: Sequence[ActionChunkSample]) -> dict[str, float]:
-        """Train on the chunks of one step, `epochs` times, and return its metrics. Every rank is called with the same.
+        """Train on the chunks of one step, `epochs` times, and return its metrics.
 
-        A step may have no chunks, because the episodes of each group earned the same or none was solved; it changes no
-        weight and still counts as a step. With `target_kl` the step ends before an update whose chunks are farther than
-        that from the rollout policy.
+        Every rank is called with the same samples. A step may have no chunks, because the episodes of each group earned
+        the same or no episode was solved; such a step changes no weight and still counts. With `target_kl` the step
+        ends before an update on whose chunks the KL divergence from the rollout policy exceeds `target_kl`.
         """
         began, number = perf_counter(), self.steps_done + 1
         sums: dict[str, float] = defaultdict(float)
@@ -173,7 +176,10 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
         }
 
     def _too_far(self, kl: float, update: Update) -> bool:
-        """Return True if the step should end before this update. kl: summed over the ratios of this rank."""
+        """Return True if the step should end before this update.
+
+        kl: the sum of the KL divergence over the update's probability ratios on this rank.
+        """
         return False
 
     def _apply(self, update: Update) -> AppliedUpdate:
@@ -183,9 +189,10 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
         return update_rows(count, self.settings, number)
 
     def _local_parts(self, samples: Sequence[ActionChunkSample]) -> list[tuple[Sequence[ActionChunkSample], bool]]:
-        """Return the micro-batches of this rank, each with False if it is a dummy that does not count.
+        """Return this rank's micro-batches, each as (samples, True), followed by dummies (samples, False).
 
-        In a sharded model all ranks gather the weights together, so every rank needs the same number of micro-batches.
+        Dummies do not change the gradient. A sharded model needs them because all ranks gather its weights together, so
+        every rank must run the same number of micro-batches.
         """
         size, width = self.ranks.size, self.settings.micro_batch_size
         mine = samples[self.ranks.rank :: size]

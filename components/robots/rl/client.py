@@ -46,5 +46,5 @@ class RobotRLTrainerClient(ServiceClient):
         return self._train(step, batch=str(batch.resolve()))
 
     def score(self, batch: Path) -> list[float]:
-        """Return the log-prob of each chunk of the batch, summed over the numbers that count."""
+        """Return the log-prob of each chunk of the batch: the sum over its counted numbers or tokens."""
         return self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))

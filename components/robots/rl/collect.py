@@ -38,7 +38,7 @@ from armature.components.rollouts.collect import failures_said
 
 
 class PlayTimes:
-    """Sums of seconds and counts over all threads, since the last call of `since`."""
+    """Durations in seconds and counts of events, summed over all threads since the last call of `since`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
@@ -46,8 +46,10 @@ class PlayTimes:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[dict[str, float]]:
-        """Add the block's seconds as `timing/<name>`, and the counts it puts into the dict. Add nothing if it
-        raises."""
+        """Measure a `with` block and add its duration in seconds to the sum `timing/<name>`.
+
+        The block gets a dict for counts by metric, which are added too. If the block raises, nothing is added.
+        """
         began, counted = time.perf_counter(), dict[str, float]()
         yield counted
         counted[f"timing/{name}"] = time.perf_counter() - began
@@ -56,7 +58,7 @@ class PlayTimes:
                 self._sums[key] += value
 
     def since(self) -> dict[str, float]:
-        """Return the measured times and counts since the last call, by metric, and reset them to zero."""
+        """Return the sums by metric since the last call of this method, and reset them to zero."""
         with self._lock:
             sums, self._sums = self._sums, defaultdict(float)
         return dict(sums)
@@ -168,7 +170,7 @@ class Collector:
         gamma: discount per chunk, for shaped rewards.
 
     lost: number of attempts so far in which the simulator died.
-    processes: the processes given, with their time counted in `times`.
+    processes: clients of the processes that were passed in. They add the time of each call to `times`.
     """
 
     def __init__(

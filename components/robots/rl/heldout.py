@@ -20,7 +20,8 @@ from armature.components.robots.libero.tasks import LiberoTask
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 
 SIGNIFICANT = 0.05
-"""Significance level of McNemar's exact test: a smaller p-value means that the policy has become better, or worse."""
+"""Significance level of McNemar's exact test. With a smaller p-value the policy is reported as better or worse than
+before training."""
 
 
 class RobotEvaluations(Evaluations):
@@ -63,7 +64,9 @@ class RobotEvaluations(Evaluations):
         super().__init__(heldout, context, store, last)
 
     def play(self, step: int) -> None:
-        """Play all held-out episodes with the policy's current weights, those after `step`, and write the results.
+        """Play all held-out episodes with the policy's current weights, and write the results.
+
+        The current weights must be the weights after `step`.
 
         Episodes that an interrupted attempt has finished are not played again.
 

@@ -81,9 +81,10 @@ class RobotRLLearner(ActionChunkLearner):
         self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
     def score(self, samples: Sequence[ActionChunkSample]) -> list[float]:
-        """Return the log-prob of each chunk, summed over the numbers that count, computed as in training.
+        """Return the log-prob of each sample's chunk, computed as in training.
 
-        Every rank is called with the same samples and computes all of them.
+        It is the sum over the chunk's counted numbers or tokens, see `ActionChunkBatch`. Every rank is called with the
+        same samples and computes all of them.
         """
         width = self.settings.micro_batch_size
         scores: list[float] = []
@@ -93,7 +94,7 @@ class RobotRLLearner(ActionChunkLearner):
         return scores
 
     def _scores(self, part: ActionChunkBatch) -> list[float]:
-        """Return the log-probs of `part` in the order of the samples.
+        """Return the log-prob of each chunk of `part`, in the order in which the samples were passed to the loader.
 
         The autograd graph is freed when this function returns, before the next part is computed.
         """
@@ -145,17 +146,20 @@ class RobotRLLearner(ActionChunkLearner):
         return bool(most) and self.ranks.sum({"kl": kl})["kl"] > most * self._ratios(update)
 
     def _per_ratio(self, values: Tensor, part: ActionChunkBatch) -> Tensor:
-        """Return `values` of the counted numbers (N,) per probability ratio: summed per chunk (E,), or unchanged
-        (N,)."""
+        """Return one value for each probability ratio, from the `values` (N,) of the counted numbers.
+
+        If a chunk has one ratio, this is the sum over its counted numbers, (E,). If each number has its own ratio, the
+        values are returned unchanged.
+        """
         return _row_sums(values, part) if self._chunks else values
 
     def _value_losses(self, states: Tensor, part: ActionChunkBatch, settings: GAE) -> dict[str, Tensor]:
-        """Return loss and clip indicator of the value head by metric name, (E,) each."""
+        """Return, by metric name, the value head's loss of each chunk, and whether it was clipped; both (E,)."""
         assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
         losses = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
         return dict(zip(OF_ANSWERS, losses, strict=True))
 
 
 def _row_sums(values: Tensor, part: ActionChunkBatch) -> Tensor:
-    """Return sums (E,) of `values` (N,) over the counted numbers of each chunk."""
+    """Return, for each chunk, the sum of `values` over its counted numbers: (N,) becomes (E,)."""
     return values.new_zeros(len(part.advantages)).index_add(0, part.rows, values)

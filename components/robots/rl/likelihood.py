@@ -28,8 +28,10 @@ from armature.components.robots.rl.settings import RobotRolloutSettings
 class Prediction(NamedTuple):
     """Model outputs that log-probs are computed from, with their gradient.
 
-    values: velocities (E, T, D), with FPO (E, F, T, D), or logits (N, V) of action tokens.
-    states: inputs of the value head, (E, T, hidden) of the action expert or (E, 1, hidden) of the VLM.
+    values: for continuous actions the velocities, (E, T, D), or (E, F, T, D) with FPO; for action tokens the logits,
+        (N, V).
+    states: inputs of the value head. They come from the action expert, (E, T, hidden), or for action tokens from the
+        VLM, (E, 1, hidden).
     """
 
     values: Tensor
@@ -47,18 +49,24 @@ class ActionLikelihood(Protocol):
 
     @property
     def of_tokens(self) -> bool:
-        """True if actions are tokens, so that values are read from the VLM."""
+        """True if actions are tokens; then the value head reads hidden states of the VLM, not of the action expert."""
 
     def predict(
         self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
     ) -> list[Prediction]:
-        """Return the prediction of the model, then one for each of `others` in place of its action expert."""
+        """Return the model's prediction, then one more for each of `others`.
+
+        For the latter, the model's action expert is replaced by the other one.
+        """
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         """Return log-probs of the counted numbers or tokens, (N,) float64."""
 
     def divergences(self, prediction: Prediction, other: Prediction, part: ActionChunkBatch) -> Tensor:
-        """Return KL(policy || other) of the counted numbers, (N,) float64."""
+        """Return KL(policy || other policy) for each counted number or token, (N,) float64.
+
+        `prediction` comes from the policy, `other` from the other policy.
+        """
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class FlowLikelihood:
 class FlowLossLikelihood:
     """Surrogate likelihood of chunks from their flow-matching losses: FPO.
 
-    Everything random in a chunk counts, including its initial noise.
+    The likelihood covers everything that was sampled for a chunk, including its initial noise.
     """
 
     plan: InferencePlan

@@ -89,8 +89,8 @@ class ActionChunkBatch:
 
 
 KEPT_BYTES = 4 * 2**30
-"""Default size of the cache of encoded chunks: enough for some 100,000 chunks with images of 84 pixels, or 5,000 with
-378 pixels as in the released policies."""
+"""Default size in bytes of the cache of encoded chunks. About 100,000 chunks fit if images have 84 pixels per side, and
+5,000 with 378 pixels per side, as in the released policies."""
 Load = Callable[[Sequence[ActionChunkSample]], ActionChunkBatch]
 
 
@@ -173,7 +173,10 @@ class ActionChunkLoader:
             )
 
     def _lost_image(self, sample: ActionChunkSample, sound: set[ImageRef]) -> str | None:
-        """Return what is wrong with an image of `sample`, or None. `sound` collects the images that were read."""
+        """Return the error message of an image of `sample` that cannot be read; None if all images can be read.
+
+        Images in `sound` are not read again. Images that could be read are added to it.
+        """
         try:
             for ref in {*sample.images} - sound:
                 self.images.read(ref)
@@ -191,7 +194,7 @@ class ActionChunkLoader:
         return InferencePlan.of(self.processor.settings, self.processor.config).steps
 
     def _sizes(self, sample: ActionChunkSample) -> tuple[int, int, int]:
-        """Return the expected sizes of before, after and logprobs."""
+        """Return the number of values that `before`, `after` and `logprobs` of the sample must have."""
         if self.mode == "discrete":
             return 0, 0, max(1, len(sample.tokens))
         points = self.processor.horizon * self.processor.config.max_action_dim
@@ -230,7 +233,10 @@ class ActionChunkLoader:
         return np.pad(normalized, ((0, 0), (0, shape[1] - dimensions)))
 
     def _counted(self, samples: Sequence[ActionChunkSample]) -> Tensor:
-        """Return which numbers were executed and belong to the robot's dimensions, (E, T, D) bool."""
+        """Return a mask of the action numbers that were executed by the robot, (E, T, D).
+
+        Actions that were not executed and dimensions that the robot does not have are False.
+        """
         counted = np.zeros((len(samples), self.processor.horizon, self.processor.config.max_action_dim), bool)
         for row, each in enumerate(samples):
             counted[row, : each.executed, : self.processor.action_dimensions] = True
@@ -242,9 +248,9 @@ class ActionChunkLoader:
 
 
 def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Generator[ActionChunkBatch]:
-    """Yield each part as loaded by `load`, in order, while a thread loads the next part and no more than that.
+    """Yield `load(part)` for each part, in order. A thread loads the next part while the caller uses this one.
 
-    An error of `load` is raised when its part is due. Close the generator if not all parts are taken.
+    An error of `load` is raised when its part would be yielded. Close the generator if you stop before its end.
 
     Example:
         >>> list(loaded_ahead(len, [[], []]))
@@ -261,7 +267,7 @@ def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Ge
 
 
 def _answered(batch: PolicyBatch, samples: Sequence[ActionChunkSample]) -> Tensor:
-    """Return which tokens of the batch are action tokens, (B, L) bool: the last tokens of each example."""
+    """Return a mask of the action tokens in the batch, (B, L). They are the last tokens of each example."""
     seen = batch.example_ids >= 0
     lengths = torch.bincount(batch.example_ids[seen])
     first = lengths - torch.tensor([len(each.tokens) for each in samples])
@@ -283,13 +289,13 @@ def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:
 
 
 def _column(values: Sequence[float | None]) -> Tensor | None:
-    """Return the values as a tensor (E,) float32, or None if one is missing."""
+    """Return the values as a tensor (E,) float32, or None if a value is None."""
     present = [value for value in values if value is not None]
     return torch.tensor(present, dtype=torch.float32) if len(present) == len(values) else None
 
 
 def _numbers(sample: ActionChunkSample) -> list[ArrayLike]:
-    """Return all numbers of a sample that training computes with."""
+    """Return all numbers and arrays of a sample that training uses, to check that they are finite."""
     values = [value for value in (sample.value, sample.value_target) if value is not None]
     drawn: list[ArrayLike] = [sample.before, sample.after, sample.logprobs]
     return [sample.state, sample.actions, *drawn, sample.advantage, *values]

@@ -14,7 +14,10 @@ _COURSES = {"Mean value along an episode": "value", "Mean log-prob of sampled ch
 
 
 def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
-    """Return a table of how the episodes of each step ended; steps without these metrics are left out."""
+    """Return a table with one row per step: its numbers of solved, truncated and failed episodes, and its success rate.
+
+    Steps whose metrics do not include the success rate and the number of episodes are left out.
+    """
     rows = []
     for row in history:
         if "success" in row and "rollouts/planned" in row:
@@ -27,9 +30,9 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
 
 
 def course_curves(answers: Sequence[ActionChunk]) -> list[Curves]:
-    """Return curves of the mean value and log-prob of a step's chunks over their position in the episode.
+    """Return two charts over the chunk's number in its episode: the mean value and the mean log-prob.
 
-    Solved and truncated episodes have separate curves.
+    Each chart has one curve for the solved episodes of a step and one for the truncated episodes.
     """
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
     by_place: dict[int, dict[str, list[ActionChunk]]] = {}

@@ -55,8 +55,8 @@ class ActionChunkRecorder:
         """Return one row per chunk, in order, and put their images into the store.
 
         Args:
-            last_value: `value_after` of an episode that is bootstrapped; None: nothing is added after its end.
-            reward: `chunk_rewards` with its reward and discount already bound.
+            last_value: for an episode that is bootstrapped, the result of `value_after`; None: not bootstrapped.
+            reward: `chunk_rewards` with its arguments `reward` and `gamma` already bound.
         """
         rewards = reward(len(self._recorded), episode.progress, episode.success, goes_on=last_value is not None)
         group_id, episode_id = episode_ids(step, planned)
@@ -92,7 +92,7 @@ class ActionChunkRecorder:
         return rows
 
     def value_after(self, episode: PlayedEpisode) -> float:
-        """Return the value of the episode's last observation, by asking a policy with a value head once more."""
+        """Return the value of the episode's last observation. This asks the policy, which must have a value head."""
         value = self._predict(episode.last, len(self._recorded)).result().value
         assert value is not None
         return value
@@ -109,7 +109,12 @@ def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
 
 
 def episode_defect(rows: Sequence[ActionChunk]) -> tuple[str, str] | None:
-    """Return why an episode cannot be trained on: a reason code of `contracts.errors` and the values; None: it can."""
+    """Check an episode's log-probs, rewards and values.
+
+    Returns:
+        For the first number that is not finite, a reason code of `contracts.errors` and a message with the numbers;
+        None if the episode can be trained on.
+    """
     for each in rows:
         values = (each.value or 0.0, each.last_value)
         for reason, numbers in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", values)):
@@ -119,7 +124,10 @@ def episode_defect(rows: Sequence[ActionChunk]) -> tuple[str, str] | None:
 
 
 def _drawn(answer: PredictedChunk, executed: int) -> dict[str, Any]:
-    """Return the columns of everything random in a chunk, of which only `executed` actions were carried out."""
+    """Return the columns of the rollout table that hold what was sampled for a chunk, and its log-probs.
+
+    Log-probs of continuous actions are kept only for the first `executed` actions, which the robot carried out.
+    """
     nothing = np.zeros(0, np.float32)
     drawn: dict[str, Any] = {"before": nothing, "after": nothing, "flow_step": None, "decoded": True}
     drawn |= {"logprobs": nothing.astype(np.float64), "tokens": nothing.astype(np.int32)}

@@ -62,8 +62,10 @@ class RewardWeightedLearner(ActionChunkLearner):
         return loss, counts | {"loss": float(loss.detach()), PADDING: float(padding)}
 
     def _apply(self, update: Update) -> AppliedUpdate:
-        """Apply the update at the run's learning rate schedule, which also moves within a step, times the step's
-        warm-up."""
+        """Apply the update. Its learning rate is the value of the run's schedule times the warm-up within the step.
+
+        The schedule advances with each update, not only with each step.
+        """
         objective, done = self.settings.objective, update.index + 1
         assert isinstance(objective, RewardWeighted)
         rise = min(1.0, done / max(objective.warmup_updates, 1))
@@ -71,6 +73,9 @@ class RewardWeightedLearner(ActionChunkLearner):
 
 
 def draw_seed(seed: int, update: Update, sample: ActionChunkSample) -> int:
-    """Return the seed of a chunk's times and noises in an update; it does not depend on the batch or the rank."""
+    """Return the seed from which an update samples a chunk's flow-matching times and noises.
+
+    It does not depend on the batch that the chunk is in or on the rank.
+    """
     key = (seed, update.step, update.index, sample.episode_id, sample.chunk)
     return int.from_bytes(sha256(json.dumps(key).encode()).digest()[:8], "big") >> 1

@@ -154,9 +154,9 @@ class RobotRLRun(TrainingRun):
         return self._play_times.pop(step, {}) | machine
 
     def _refuse_disagreement(self) -> None:
-        """Compare the trainer's probabilities of one group's chunks with the sampler's, before the first step.
+        """Check, before the first step, that trainer and sampler compute the same probabilities for one group's chunks.
 
-        While all episodes of a group fail, another group is played.
+        If all episodes of a group fail, another group is played instead.
 
         Raises:
             MismatchError: a probability ratio is too far from 1.

@@ -51,7 +51,7 @@ def plan_step(
 
 
 def episode_ids(step: int, planned: PlannedEpisode) -> tuple[str, str]:
-    """Return the ids of an episode's group and of the episode."""
+    """Return two ids for a planned episode: the id of its group, and its own."""
     group = f"{step:05d}-{planned.repetition:06d}"
     return group, f"{group}-{planned.episode:04d}"
 

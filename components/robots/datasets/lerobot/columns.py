@@ -29,14 +29,14 @@ def arrow_type(feature: Feature) -> pa.DataType:
 
 
 def nested(value: pa.DataType, shape: tuple[int, ...]) -> pa.DataType:
-    """Return the type of nested fixed-size lists of this shape."""
+    """Return the Arrow type of an array of this shape: fixed-size lists, nested once per dimension, of type `value`."""
     for length in reversed(shape):
         value = pa.list_(value, length)
     return value
 
 
 def to_arrow(values: Array, feature: Feature) -> pa.Array:
-    """Return the column of a feature's values (frames, *shape)."""
+    """Return a feature's `values` (frames, *shape) as an Arrow column with one cell per frame."""
     if feature.shape == (1,):
         return pa.array(values.reshape(-1))
     array = pa.array(np.ascontiguousarray(values).reshape(-1))
@@ -84,7 +84,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _holds(feature: Feature, kind: pa.DataType) -> bool:
-    """Return True if every value of the Arrow type can be a value of the feature without being truncated."""
+    """Return True if a feature's column may have the Arrow type `kind`: its values convert without being truncated."""
     if pa.types.is_boolean(kind):
         return feature.dtype == "bool"
     if pa.types.is_floating(kind):
@@ -93,7 +93,7 @@ def _holds(feature: Feature, kind: pa.DataType) -> bool:
 
 
 def described(features: dict[str, Feature]) -> bytes:
-    """Return the "huggingface" metadata for the schema of a data file."""
+    """Return the value of the key "huggingface" in a data file's schema metadata: JSON that describes the features."""
     kinds: dict[str, Any] = {}
     for name, feature in features.items():
         kind: dict[str, Any] = {"dtype": feature.dtype, "_type": "Value"}
@@ -115,7 +115,11 @@ PLACES = ("episode_index", "frame_index", "index", "timestamp")
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Expected rows of consecutive episodes. lengths: frames of each episode, (episodes,). start: first frame."""
+    """Rows that a data file must have for consecutive episodes.
+
+    episode: number of the first episode. start: index of its first frame in the dataset.
+    lengths: number of frames of each episode, (episodes,).
+    """
 
     episode: int
     start: int

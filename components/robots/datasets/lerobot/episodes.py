@@ -55,7 +55,8 @@ class MappedFile(ABC):
 # --- Tasks of a dataset, without a Python object for each ---
 
 FORMAT = 2
-"""Version of the cache file. Raise it when the same dataset file gives another content, or is checked for more."""
+"""Version of the cache file's format. Increase it when the same dataset file would give another cache file, or when a
+new check is added: cached files are not checked again."""
 
 
 class TaskList(MappedFile, Mapping[int, str]):
@@ -128,7 +129,7 @@ _CLIP = np.dtype([("chunk", "<i8"), ("file", "<i8"), ("start", "<f8"), ("stop", 
 
 @dataclass(frozen=True)
 class Clip:
-    """Part of a video file that shows an episode, in seconds; `stop` is exclusive."""
+    """Part of a video file that shows an episode. `start` and `stop` are times in seconds; `stop` is exclusive."""
 
     chunk: int
     file: int
@@ -138,7 +139,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class EpisodeRange:
-    """One episode: frames `start` to `stop` (exclusive) of the dataset, in a data file from row `row` on."""
+    """One episode: frames `start` to `stop` (exclusive) of the dataset. They begin at row `row` of a data file."""
 
     index: int
     start: int
@@ -229,7 +230,7 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
         return np.diff(self.numbers["stop"][first : last + 1], prepend=self.start(first))
 
     def in_file(self, chunk: int, file: int) -> tuple[EpisodeRange, EpisodeRange]:
-        """Return the first and last episode of a data file, which must have some."""
+        """Return the first and the last episode in a data file, which must contain at least one episode."""
         here = np.flatnonzero((self.numbers["chunk"] == chunk) & (self.numbers["file"] == file))
         return self[int(here[0])], self[int(here[-1])]
 
@@ -251,7 +252,10 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
         return np.concatenate([[0], self.numbers["stop"][before]])
 
     def files_of(self, episodes: Array, video: str | None) -> list[tuple[int, int]]:
-        """Return chunk and number of the files with the data, or with one video, of these episodes."""
+        """Return the files that contain these episodes, as sorted pairs (chunk, file).
+
+        video: the camera whose video files are returned; None: the data files.
+        """
         block = self.numbers[episodes]
         files = block if video is None else block["clips"][:, self._videos.index(video)]
         return sorted(set(zip(files["chunk"].tolist(), files["file"].tolist(), strict=True)))
@@ -310,7 +314,10 @@ def _header(record: np.dtype[Any], count: int) -> bytes:
 
 
 def _begins(block: Array, start: Array, begins: dict[tuple[int, int], int]) -> Array:
-    """Return the first frame of each episode's data file. `begins` collects them, for files that span blocks."""
+    """Return, for each episode of a block, the first frame of the data file that contains it, (episodes,).
+
+    `begins` is updated with the first frame of each file, because a file may continue in the next block.
+    """
     changes = np.flatnonzero((np.diff(block["chunk"]) != 0) | (np.diff(block["file"]) != 0)) + 1
     firsts = np.concatenate([[0], changes]) if len(block) else np.zeros(0, np.int64)
     places = ((int(block["chunk"][first]), int(block["file"][first]), int(start[first])) for first in firsts)
@@ -319,10 +326,13 @@ def _begins(block: Array, start: Array, begins: dict[tuple[int, int], int]) -> A
 
 
 def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Array]:
-    """Return the table's columns as numbers.
+    """Return the table's columns as numbers. The table is a block of meta/episodes.
+
+    Args:
+        count, stop: number of episodes in all earlier blocks, and number of their frames.
 
     Raises:
-        DataError: a value is not a number, or the episodes do not continue the `count` earlier ones with `stop` frames.
+        DataError: a value is not a number, or the block does not continue the earlier ones.
     """
     values, invalid = {}, np.zeros(len(table), bool)
     by_column = {}

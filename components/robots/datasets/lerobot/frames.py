@@ -23,7 +23,8 @@ from armature.components.robots.datasets.quantiles import Array
 SMALL = 1 << 30
 """Maximum size in bytes of a dataset's decoded frames for which its videos are decoded only once, into the cache."""
 FORMAT = 2
-"""Version of the cache files. Raise it when the same dataset files give other content, or are checked for more."""
+"""Version of the cache files' format. Increase it when the same dataset file would give another cache file, or when a
+new check is added: cached files are not checked again."""
 PAGE = 4096
 """Minimum size in bytes that is assumed for a frame."""
 
@@ -135,9 +136,9 @@ class FrameReader:
         return self._columns[key]
 
     def _decoded(self, name: str, episode: EpisodeRange) -> Array | None:
-        """Return an episode's decoded clip (frames, height, width, 3).
+        """Return all frames of a camera's video of the episode, decoded, (frames, height, width, 3).
 
-        None if a frame is damaged: then only the reader of that frame gets an error.
+        None if a frame is damaged. Frames are then decoded one by one, so that only reading the damaged one fails.
         """
         key = (name, episode.index)
         if key not in self._clips:
@@ -169,12 +170,19 @@ class FrameReader:
             np.save(file, frames)
 
     def _cached(self, source: PurePosixPath, *facts: object) -> Path:
-        """Return the cache file for something made from the current version of a dataset file and from `facts`."""
+        """Return the path in the cache for content that is computed from a dataset file.
+
+        The path depends on the version of the file `source` and on `facts`, which must have everything else that the
+        content depends on.
+        """
         made_of = repr((FORMAT, self.dataset.files.version(source), *facts))
         return self._cache.folder / "columns" / hashlib.sha256(made_of.encode()).hexdigest()
 
     def _mapped(self, name: str, episode: EpisodeRange) -> Any:
-        """Return the mapped column. Its cache key includes what rows are checked against, so hits need no check."""
+        """Return a column of the episode's data file, memory-mapped from the cache.
+
+        The cache key includes everything that the rows are checked against, so a cached column needs no check.
+        """
         dataset, feature = self.dataset, self.dataset.feature(name)
         first, last = dataset.episodes.in_file(episode.chunk, episode.file)
         lengths = dataset.episodes.lengths(first.index, last.index).tobytes()
@@ -187,7 +195,7 @@ class FrameReader:
         return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
 
     def _write(self, name: str, first: EpisodeRange, last: EpisodeRange, number: bool, target: Path) -> None:
-        """Write the column of all episodes in the data file."""
+        """Write the cache file `target`: a column of the data file that has the episodes from `first` to `last`."""
         with target.open("wb") as file:
             if number:
                 np.save(file, self.dataset.columns([name], first, last)[name])

@@ -193,10 +193,13 @@ class DatasetFiles(Protocol):
 
     @property
     def root(self) -> Path:
-        """Folder of the files, or of those that were downloaded."""
+        """Folder of the dataset's files. For a remote dataset, the folder that its files are downloaded to."""
 
     def names(self, part: str = "") -> list[str]:
-        """Return all files of the dataset, or those below `part`, sorted, without meta/stats.json."""
+        """Return the sorted paths of the dataset's files, or only of the files in folder `part`.
+
+        meta/stats.json is not included.
+        """
 
     def has(self, name: str | PurePosixPath) -> bool:
         """Return True if the file exists."""
@@ -211,8 +214,8 @@ class DatasetFiles(Protocol):
     def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
         """Open the file for reading.
 
-        Of a remote file only the parts that are read are downloaded, or all of it if `whole` is True, which is right
-        if sooner or later all of it will be read.
+        Reading a remote file downloads only the parts that are read. With `whole` the complete file is downloaded
+        first, which is better if all of it will be read sooner or later.
 
         Raises:
             DataError: the file cannot be reached, or has changed.
@@ -227,8 +230,8 @@ class DatasetFiles(Protocol):
     def quick_digest(self) -> str:
         """Return a SHA-256 that reads no data and no video.
 
-        It covers the content of files in meta/, and of other files the name, size, and time or ETag. A change that
-        keeps a file's size and time is not detected.
+        It covers the content of the files in meta/. For all other files it covers the name, the size, and the
+        modification time or ETag, so a change that keeps a file's size and time is not detected.
         """
 
 
@@ -264,7 +267,7 @@ class LocalFiles:
         return nullcontext(regular(self.root / name))
 
     def version(self, name: str | PurePosixPath) -> str:
-        """Identify the file by its change times, without reading it.
+        """Return the file's path and its state on disk, without reading it; see `DatasetFiles.version`.
 
         Raises:
             DataError: the file does not exist.

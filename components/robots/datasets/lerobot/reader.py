@@ -173,7 +173,7 @@ class Dataset:
             yield self.decoded(name, episode, frame, stored.as_py())
 
     def decoded(self, name: str, episode: EpisodeRange, frame: int, stored: Any) -> Image.Image:
-        """Return the RGB image in a data file's cell.
+        """Return the RGB image that is stored as a file in a cell of a data file's column.
 
         Raises:
             DataError: the cell is not an image.
@@ -186,9 +186,10 @@ class Dataset:
             raise DataError(f"the image cannot be read: {error}", code="image_unreadable", where=where) from error
 
     def windows(self, name: str, episode: EpisodeRange, offsets: Sequence[int]) -> tuple[Array, Array]:
-        """Return, for each frame, the feature at `offsets` frames from it, (frames, offsets, width), and the padding.
+        """Return a window of the feature around each frame of the episode, and a padding mask.
 
-        Beyond the ends of the episode its first or last frame is repeated, and marked True in the padding.
+        The windows (frames, offsets, width) have the values at each frame's number plus `offsets`. Beyond the ends of
+        the episode its first or last frame is repeated, and the mask (frames, offsets) is True.
         """
         values = self.columns([name], episode)[name]
         places, padding = window(np.arange(episode.length)[:, None], episode.length, offsets)
@@ -211,7 +212,9 @@ class Dataset:
 
 
 def window(frame: int | Array, length: int, offsets: Sequence[int]) -> tuple[Array, Array]:
-    """Return the frames at `offsets` from `frame`, clamped to an episode of `length`, and which were clamped.
+    """Return the frame numbers `frame` + `offsets`, and a mask of the numbers that had to be clamped.
+
+    Numbers are clamped to 0 to `length` - 1, the frames of the episode.
 
     Example:
         >>> places, padding = window(3, length=5, offsets=[0, 1, 2])
@@ -257,7 +260,11 @@ def media_type(data: bytes) -> str:
 
 
 def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
-    """Return the row groups that hold `count` rows from row `first` on, and the number of rows before them."""
+    """Read the row groups of a data file that contain `count` rows from row `first` on.
+
+    Returns:
+        Number of rows before these row groups, and the table of their rows.
+    """
     with pq.ParquetFile(source, pre_buffer=True) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         ends = np.cumsum(sizes)

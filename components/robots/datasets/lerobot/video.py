@@ -133,10 +133,10 @@ class VideoReader:
         self._container = None
 
     def _decoded(self, stream: Any, time: float, tolerance: float) -> Iterator[Any]:
-        """Yield frames from the one at `time`, or an earlier one, on.
+        """Yield frames in order, from the frame at `time` or an earlier frame to the end of the file.
 
-        A container finds a keyframe by decoding time. If frames refer to later ones, that is before the time at which a
-        frame is shown, and the keyframe may be too late: then an earlier keyframe is searched.
+        PyAV seeks to a keyframe by decoding time. If frames refer to later frames, a frame is decoded earlier than it
+        is shown, and the keyframe that was found may be after `time`: then an earlier keyframe is searched.
         """
         back = tolerance
         while True:
@@ -183,8 +183,8 @@ class VideoReaders(threading.local):
 
 
 _REPEATABLE = {"libx264": {"mbtree": "0"}}
-"""Options that make a codec reproducible. With AVX-512, x264's macroblock tree gives different bytes for the same
-frames on a busy machine."""
+"""Options, by encoder, that make encoding reproducible. With AVX-512, x264's macroblock tree (mbtree) gives different
+bytes for the same frames on a busy machine."""
 
 
 class VideoWriter:

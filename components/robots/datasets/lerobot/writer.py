@@ -244,7 +244,7 @@ class DatasetWriter:
         }
 
     def _measure(self, arrays: Mapping[str, Array], index: int, length: int) -> dict[str, FeatureStatistics]:
-        """Return the episode's statistics, and keep the values to merge for the whole dataset."""
+        """Return the statistics of the episode. Also keep its values for the statistics of the whole dataset."""
         statistics = {}
         for name, feature in self.features.items():
             if feature.is_number:
@@ -260,7 +260,7 @@ class DatasetWriter:
         return statistics
 
     def _append(self, arrays: Mapping[str, Array]) -> None:
-        """Write a row group to the data file, or to the next one if the file is full."""
+        """Write an episode as one row group of the current data file. If the file is full, start the next one."""
         columns = []
         for name in self._schema.names:
             feature = self.features[name]
@@ -282,7 +282,11 @@ class DatasetWriter:
         return self._root / place(DATA, chunk_index=self._data.chunk, file_index=self._data.file)
 
     def _film(self, key: str, frames: Array) -> dict[str, Any]:
-        """Append the episode to the camera's video; return its location as columns of meta/episodes."""
+        """Append an episode's frames to the camera's video file.
+
+        Returns:
+            Location of the episode in the video, by column of meta/episodes.
+        """
         assert self._layout.video is not None, "__init__ has checked this"
         at = self._video_places[key]
         writer = self._videos.get(key)

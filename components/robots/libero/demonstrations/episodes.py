@@ -80,7 +80,7 @@ class DemonstrationJournal:
         return self._path(job).is_file()
 
     def write(self, job: DemonstrationJob, demonstration: Demonstration) -> DemonstrationOutcome:
-        """Write an episode; of a failed one only the outcome, without frames."""
+        """Write an episode's outcome, and its frames if it was successful. Return the outcome."""
         frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
         outcome = np.array(json.dumps(asdict(demonstration.outcome)))
         file = BytesIO()

@@ -93,14 +93,20 @@ class Perturber:
         self._rng = np.random.default_rng(int.from_bytes(sha256(json.dumps(parts).encode()).digest()))
 
     def change_sight(self, environment: Any) -> bool:
-        """Perturb what cameras see, in a new model before its state is set. Return True if something was changed."""
+        """Apply the episode's perturbation if it changes cameras, lights or textures. Return True if it does.
+
+        Call this when a reset has created a new model, before the model's state is set.
+        """
         if self._name not in SEEN:
             return False
         SEEN[self._name](PerturbedScene.of(environment), self._strength, self._rng)
         return True
 
     def change_places(self, environment: Any) -> bool:
-        """Perturb positions, after objects have come to rest. Return True if they have to come to rest again."""
+        """Apply the episode's perturbation if it changes positions of objects or of the arm. Return True if it does.
+
+        Call this when the objects have come to rest. After True, let them come to rest again.
+        """
         if self._name not in PLACED:
             return False
         PLACED[self._name](PerturbedScene.of(environment), self._strength, self._rng)
@@ -111,5 +117,5 @@ class Perturber:
         return True
 
     def words(self, instruction: str) -> str:
-        """Return the instruction, paraphrased if that is the perturbation."""
+        """Return the instruction. It is paraphrased if the episode's perturbation is of the language."""
         return paraphrase(instruction, self._strength, self._rng) if self._name == LANGUAGE else instruction

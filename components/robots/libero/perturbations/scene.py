@@ -20,7 +20,7 @@ ROBOT = ("robot0_", "gripper0_", "mount0_")
 
 @dataclass(frozen=True)
 class PerturbedScene:
-    """A simulation with what perturbations need to know about it.
+    """A simulation, and the bodies and joints of it that perturbations may change.
 
     objects, fixtures: root body of each movable object and each fixture, by name.
     targets: names of the objects that the task is about.
@@ -49,12 +49,12 @@ class PerturbedScene:
 
     @property
     def roots(self) -> NDArray[np.int32]:
-        """Root body of each geom, (geoms,); 0 for geoms of the world body."""
+        """Number of the root body that each geom belongs to, (geoms,); 0 for geoms of the world body."""
         return np.asarray(self.model.body_rootid[self.model.geom_bodyid])
 
     @property
     def robot(self) -> set[int]:
-        """Root bodies that belong to the robot."""
+        """Numbers of the root bodies of the robot: arm, gripper and mount."""
         bodies = range(self.model.nbody)
         return {int(self.model.body_rootid[body]) for body in bodies if self.model.body(body).name.startswith(ROBOT)}
 
@@ -97,7 +97,7 @@ def _near(
 
 
 def bounds(model: mujoco.MjModel, data: mujoco.MjData, geoms: Collection[int]) -> tuple[Numbers, Numbers]:
-    """Return the lowest and highest coordinates, (3,) each, of boxes around the geoms."""
+    """Return the lowest and the highest corner, (3,) each, of an axis-aligned box around all these geoms."""
     chosen = np.array(list(geoms), int)
     turned = data.geom_xmat[chosen].reshape(-1, 3, 3)
     centers = data.geom_xpos[chosen] + np.einsum("nij,nj->ni", turned, model.geom_aabb[chosen, :3])
@@ -113,7 +113,7 @@ DISTANCE, FIELD = 0.15, 0.15
 AHEAD, AHEAD_ON_ROBOT = 1.0, 0.1
 """Assumed distance in meters from a camera to the point that it looks at."""
 COLLISION = 0
-"""Number of the group of geoms that are not rendered."""
+"""MuJoCo's group number (`geom_group`) of the geoms that are not rendered."""
 MOVE, TILT, BRIGHTNESS, TINT, AMBIENT = 1.5, np.radians(30.0), 2.5, 0.3, 0.3
 
 
@@ -205,8 +205,8 @@ JOINTS = 0.15
 CLEAR = 0.005
 """Minimum distance in meters between a moved object and any other."""
 STANDS, RIDES = 0.01, 0.02
-"""An object stands on a surface if it is at most this high above it, and on another object if at most this far from it,
-in meters."""
+"""Maximum distances in meters: the height of an object above a surface that it stands on, and the distance between an
+object and the object that it stands on."""
 EVEN = 0.001
 AWAY = 100.0
 TRIES = 100
@@ -242,14 +242,14 @@ def perturb_robot(scene: PerturbedScene, strength: float, rng: np.random.Generat
 
 @dataclass(frozen=True)
 class _Surface:
-    """Surface that an object stands on: its root body and its height there."""
+    """Surface that an object stands on. body: root body of the surface. height: its z in meters, below the object."""
 
     body: int
     height: float
 
 
 class _Ground:
-    """The scene without its movable objects, to find the surfaces below them."""
+    """Copy of the scene with all movable objects lifted out of the way, to find the surfaces below the objects."""
 
     def __init__(self, scene: PerturbedScene) -> None:
         import mujoco
@@ -261,7 +261,7 @@ class _Ground:
         mujoco.mj_kinematics(scene.model, self._empty)
 
     def below(self, point: Numbers) -> _Surface | None:
-        """Return the first surface below the point, or None."""
+        """Return the first surface below the point, or None if there is none."""
         import mujoco
 
         down, geom = np.array([0.0, 0.0, -1.0]), np.array([-1], np.int32)
@@ -339,12 +339,15 @@ def _stacks(scene: PerturbedScene, ground: _Ground) -> list[_Stack]:
 
 
 def _address(scene: PerturbedScene, body: int) -> int:
-    """Return where in qpos the seven numbers of a free body start."""
+    """Return the index in qpos of the first of a free body's seven numbers (position and quaternion)."""
     return int(scene.model.jnt_qposadr[scene.model.body_jntadr[body]])
 
 
 def _shift(scene: PerturbedScene, bodies: list[int], shift: Numbers, yaw: float) -> None:
-    """Move free bodies by `shift` and rotate them by `yaw` around the vertical axis of the first one."""
+    """Move free bodies horizontally by `shift` (2,), and rotate them by `yaw` radians.
+
+    All bodies are rotated around the vertical axis through the first body.
+    """
     import mujoco
 
     qpos = scene.data.qpos

@@ -29,7 +29,9 @@ _POLES = np.concatenate([np.eye(3), -np.eye(3)])
 
 
 def rim_grasp(angle: float, radius: float, height: float) -> tuple[Vector, float]:
-    """Return a grasp of a bowl's rim, one finger inside and one outside, at `angle` around the bowl's origin.
+    """Return a grasp of a bowl's rim, with one finger inside the bowl and one outside.
+
+    angle: direction from the bowl's origin to the point of the rim, in radians.
 
     Returns:
         Position of the fingertips relative to the object's origin, and yaw of the gripper.
@@ -39,7 +41,11 @@ def rim_grasp(angle: float, radius: float, height: float) -> tuple[Vector, float
 
 
 def body_grasp(points: Vector, origin: Vector, depth: float) -> Vector:
-    """Return a grasp of the middle of an object's collision hull, `depth` below its top, relative to its origin."""
+    """Return the position of the fingertips, (3,), to grasp an object in the middle of its collision points.
+
+    The position is `depth` below the highest point, but above the surface that the object stands on by `CLEARANCE`. It
+    is relative to `origin`, the object's origin.
+    """
     low, high = points.min(0), points.max(0)
     middle = (low + high) / 2
     z = max(high[2] - depth, low[2] + CLEARANCE)
@@ -62,7 +68,10 @@ def half_turn(yaw: float) -> float:
 
 
 def collision_points(model: Any, data: Any, root: int) -> Vector:
-    """Return world points (n, 3) that span the collision geometry of body `root` and of everything attached to it."""
+    """Return points (n, 3) that span the collision geometry of body `root` and of all bodies attached to it.
+
+    Coordinates are in the world's frame.
+    """
     points = []
     for geometry in range(model.ngeom):
         collides = model.geom_contype[geometry] or model.geom_conaffinity[geometry]
@@ -108,7 +117,7 @@ SCRIPTED_TASKS = {
     "libero_object": tuple(range(10)),
     "libero_goal": (1, 2, 4, 6, 8),
 }
-"""Numbers of the tasks that pick up one object and put it somewhere."""
+"""Numbers of the tasks that the scripted policy supports, by suite: they pick up one object and put it somewhere."""
 
 _BOWL, _PLATE, _RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT = "akita_black_bowl", "plate_1", math.radians(135), 0.048, 0.034
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float64]
 
 METERS, RADIANS = 0.05, 0.5
-"""Motion per step that an action of 1 requests."""
+"""Translation in meters and rotation in radians per step that an action's value of 1 requests."""
 
 OPEN, CLOSE = -1.0, 1.0
 MOST_RETRIES = 2
@@ -62,7 +62,7 @@ class ScriptedPolicy:
         return self.phase in ("done", "failed")
 
     def act(self, seen: Observed) -> Vector:
-        """Return the action (7,) for the values of robosuite's sensors."""
+        """Return the next action (7,). seen: current values of robosuite's sensors, by name."""
         hand, item = seen["robot0_eef_pos"], seen[f"{self.plan.item}_pos"]
         if self._new:
             self._offset, self._yaw = self.plan.grasp(seen)
@@ -73,7 +73,7 @@ class ScriptedPolicy:
         return self._phases[self.phase](seen, hand, item)
 
     def _above(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Move over the grasp with the gripper open and turn on the way; stay high while far away."""
+        """Move the open gripper above the grasp position and turn it on the way. Stay high while it is far away."""
         grasp = item + self._offset
         goal = grasp + upwards(self.plan.hover)
         way = goal - hand
@@ -87,7 +87,7 @@ class ScriptedPolicy:
         return action
 
     def _descend(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Move straight down until in place or blocked."""
+        """Move the gripper straight down until it is at the grasp position or something blocks it."""
         goal = self._grasp.copy()
         way = goal - hand
         sideways = _length(way[:2])
@@ -107,7 +107,7 @@ class ScriptedPolicy:
         return self._command(seen, self._start, CLOSE)
 
     def _lift(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Lift with a slow start and end, because a jerk would let a bowl's rim slip."""
+        """Lift the object. Start and end slowly, because a jerk would let a bowl's rim slip out of the fingers."""
         if self._steps == 1:
             self._start = hand.copy()
         height = max(self._start[2] + _LIFT, self.plan.carry)
@@ -119,7 +119,7 @@ class ScriptedPolicy:
         return self._command(seen, np.array([self._start[0], self._start[1], height]), CLOSE, upright=speed)
 
     def _move(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
-        """Bring the object, not the hand, over the target: it may be tilted in the gripper."""
+        """Move the object over the target. The hand may then be beside the target, if the object is tilted."""
         target = self.plan.target(seen)
         way = target[:2] - item[:2]
         if self._steps == 1:
@@ -175,7 +175,10 @@ class ScriptedPolicy:
         self._passed: list[float] = []
 
     def _stalled(self, value: float, least: int, span: int) -> bool:
-        """Return True after more than `least` steps in this phase if `value` is the same as `span` calls ago."""
+        """Return True if `value` has changed by less than `_STILL` over the last `span` calls.
+
+        The first `least` calls of a phase return False.
+        """
         self._passed.append(float(value))
         return len(self._passed) > least and abs(self._passed[-1] - self._passed[-span]) < _STILL
 
@@ -183,7 +186,10 @@ class ScriptedPolicy:
         return _length(item - hand) > self.plan.reach
 
     def _command(self, seen: Observed, goal: Vector, gripper: float, upright: float = _MOST) -> Vector:
-        """Return the action toward `goal`, with the gripper pointing down; `upright` limits the vertical speed."""
+        """Return the action that moves the hand toward position `goal` and turns the gripper to point down.
+
+        upright: maximum vertical speed, as a part of the largest action.
+        """
         move = _GAIN * (goal - seen["robot0_eef_pos"]) / METERS
         most = np.array([_MOST, _MOST, upright])
         self._turn = rotation_vector(pointing_down(self._yaw) @ rotation_matrix(seen["robot0_eef_quat"]).T)
