@@ -180,7 +180,7 @@ def pair_row(name: str, one: Callable[[], Tensor], other: Callable[[], Tensor]) 
 
 
 def rows_row(name: str, kernel: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Any]:
-    """Numbers of rows for which the bits differ from those of all rows at once."""
+    """Return the numbers of rows with which the bits differ from the result of all rows at once."""
     whole = kernel(x)
     numbers = [n for n in (1, 2, 8, 16, 64, 128, 255, 256, 512, 1024) if n < len(x)]
     others = [n for n in numbers if not torch.equal(kernel(x[:n]), whole[:n])]

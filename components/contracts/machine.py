@@ -40,7 +40,7 @@ BASE_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 class MachineServers(Settings):
     """The vLLM servers that generate: those that a run starts, or running ones that it joins."""
 
-    model_config = ConfigDict(title="Servers")
+    model_config = ConfigDict(title="Model servers")
     count: PositiveInt = 1
     """vLLM servers to start when no endpoints are given."""
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = ()
@@ -118,7 +118,7 @@ class MachineTrainer(Settings):
 class MachineWorkers(Settings):
     """Worker processes beside the trainer and the servers, on the cluster if there is one."""
 
-    model_config = ConfigDict(title="Workers")
+    model_config = ConfigDict(title="Worker processes")
     environments: int = Field(0, ge=0)
     """Processes that play episodes, for environments that run in processes of their own; 0: half of the cores."""
     rollouts: int = Field(0, ge=0)
@@ -131,7 +131,7 @@ class MachineWorkers(Settings):
 class MachineLimits(Settings):
     """Time limits in seconds, and the limit on concurrent requests."""
 
-    model_config = ConfigDict(title="Limits")
+    model_config = ConfigDict(title="Machine limits")
     max_concurrent: PositiveInt = 128
     """Concurrent requests over the whole pool."""
     ready_timeout: PositiveFloat = 600.0

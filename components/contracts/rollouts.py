@@ -16,7 +16,7 @@ from armature.components.contracts.images import ImageRef
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 
-MAX_LOGPROB = 1e-4
+MAX_LOGPROB = 1e-5
 """Largest valid log-prob of a sampled token. Rounding in a float32 log-softmax may exceed 0, but by less than this."""
 
 

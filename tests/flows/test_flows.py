@@ -68,8 +68,8 @@ def test_prefect_form_shows_description_and_default_of_every_setting(name):
         assert list(definition["properties"]) == list(fields)
         for key, shown in definition["properties"].items():
             field = fields[key]
+            assert shown["title"], (title, key)
             referred = form.definitions.get(shown.get("$ref", "").rpartition("/")[2], {})
-            assert shown.get("title", referred.get("title")), (title, key)
             assert shown.get("description", referred.get("description")) == field.description
             if not field.is_required():
                 default = TypeAdapter(Any).dump_python(field.get_default(call_default_factory=True), mode="json")

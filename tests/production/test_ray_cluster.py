@@ -165,6 +165,8 @@ def test_run_with_killed_raylet_has_the_weights_of_one_machine(
     if server is not None:
         assert "is collected again" in run.tail(5000)
         assert not list((tmp_path / "remote/rollout-shards").glob("*/*"))
+        images = ray_cluster.head.folder / name / "store/images"  # the workers' images arrived where the run is
+        assert any(path.is_file() for path in images.rglob("*"))
         server.stop()
     ray_cluster.add(lost)
 

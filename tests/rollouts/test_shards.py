@@ -263,7 +263,7 @@ def test_shard_waits_for_a_returning_server(start):
     servers[0].misbehave("die", 10)
     outputs = run.play()
     assert len(outputs.trajectories) == 12 and not outputs.failures
-    assert any("is collected again" in message for message in run.events.messages)
+    assert any("is collected again" in message and servers[0].url in message for message in run.events.messages)
 
 
 def test_answers_of_other_weights_are_discarded(start):

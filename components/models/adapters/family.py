@@ -15,7 +15,7 @@ from torch import Tensor
 from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch, Sample, TurnAdvantages
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import GenerateOutputs, Turn
+from armature.components.contracts.rollouts import MAX_LOGPROB, GenerateOutputs, Turn
 from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, is_missing
 from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
 
@@ -89,7 +89,7 @@ def _check_masks(batch: MultimodalBatch) -> None:
             where="MultimodalBatch.loss_mask",
             remedy="column j of every (B, L) tensor describes token j: check for a shift by one",
         )
-    if (batch.behavior_logprobs[trained] > 1e-3).any():
+    if (batch.behavior_logprobs[trained] > MAX_LOGPROB).any():
         raise DataError(
             f"behavior_logprobs is {float(batch.behavior_logprobs[trained].max()):.4g} on a sampled token",
             code="logprob_positive",

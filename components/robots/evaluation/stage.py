@@ -36,9 +36,8 @@ def evaluate_libero(
 ) -> StageReport:
     """Evaluate the policy and write its results, metrics, videos and report.
 
-    Files: `results.parquet`, `eval_info.json`, `metrics.json`, `videos/`, `report.html`, and `perturbed.parquet` if
-        there
-    are perturbations.
+    The files are `results.parquet`, `eval_info.json`, `metrics.json`, `videos/` and `report.html`. With perturbations
+    there is also `perturbed.parquet`.
 
     Raises:
         WorkerError: more episodes than allowed could not be played.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armature.components.robots.imitation.data import PolicyMicroBatch
-from armature.components.robots.imitation.opening import parameter_groups
+from armature.components.robots.imitation.opening import parameter_groups, place
 from armature.components.robots.imitation.settings import VLATrainerSettings
 from armature.components.robots.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
@@ -45,14 +45,7 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         ranks = ranks or Ranks()
         self.settings, self.plan = settings, plan
         model.checkpoint_gradients(settings.gradient_checkpointing)
-        if settings.torch_compile:
-            model.compile_layers(dynamic=True, split=shard is not None)
-        if shard is not None:
-            shard(model)
-        else:
-            model.to(ranks.device)
-            if settings.mode == "expert":
-                model.freeze_vlm(ranks.device)
+        place(model, settings, ranks, shard)
         super().__init__(
             model,
             parameter_groups(model, settings),

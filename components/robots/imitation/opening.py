@@ -213,6 +213,24 @@ def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semanti
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
 
 
+def place(
+    model: MolmoAct2, settings: PolicyUpdateSettings, ranks: Ranks, shard: Callable[[MolmoAct2], None] | None
+) -> None:
+    """Compile the layers of a prepared model if its settings ask for it, and bring it to the devices of the ranks.
+
+    Args:
+        shard: splits a model on the meta device over the ranks; None: the whole model goes to this rank's device.
+    """
+    if settings.torch_compile:
+        model.compile_layers(dynamic=True, split=shard is not None)
+    if shard is not None:
+        shard(model)
+        return
+    model.to(ranks.device)
+    if settings.mode == "expert":
+        model.freeze_vlm(ranks.device)
+
+
 def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[ParameterGroup]:
     """Return one group of trained parameters for each name in GROUPS, in this order.
 

@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 from torch import Tensor
 
-from armature.components.robots.imitation.opening import parameter_groups, scheduled
+from armature.components.robots.imitation.opening import parameter_groups, place, scheduled
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.rl.loader import ActionChunkBatch, Load, loaded_ahead
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
@@ -86,14 +86,7 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self._load = settings, load
-        if settings.torch_compile:
-            model.compile_layers(dynamic=True, split=shard is not None)
-        if shard is not None:
-            shard(model)
-        else:
-            model.to(ranks.device)
-            if settings.mode == "expert":
-                model.freeze_vlm(ranks.device)
+        place(model, settings, ranks, shard)
         groups = parameter_groups(model, settings)
         if isinstance(advantage := settings.advantage, GAE):
             assert model.value_head is not None
