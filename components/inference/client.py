@@ -19,18 +19,18 @@ MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings
 Message = Mapping[str, Any]
 
-# vLLM clamps smaller values to -100, and a probability multiplied by e^-100 is 0 in float32.
+# Logit bias of a forbidden token. vLLM clamps smaller values to -100, and a probability times e^-100 is 0 in float32.
 _FORBIDDEN_BIAS = -100.0
 
 
 OTHER_WEIGHTS = "other_weights"
-"""Reason of a failed attempt whose answer comes, or may come, from weights that the pool did not load into the
-server."""
+"""Failure reason of an attempt: the server computed the answer, or may have computed it, with weights that the pool did
+not load."""
 
 
 class GenerationFailure(ServerError):
-    """One request failed for good; other requests are not affected. `reason` is a short slug that is counted, and the
-    error's code."""
+    """One request failed for good; other requests are not affected. `reason` is a short slug. It is the code of the
+    error, and failures are counted by it."""
 
     def __init__(self, what: str, *, reason: str, where: str = "", remedy: str = "") -> None:
         super().__init__(what, code=reason, where=where, remedy=remedy)
@@ -45,7 +45,7 @@ def _rebuild(what: str, reason: str, where: str, remedy: str) -> GenerationFailu
 
 
 class ReservedToken(GenerationFailure):
-    """A text of the prompt contains the placeholder `token`, at which the server would expect another image."""
+    """A text of the prompt contains `token`, an image placeholder. The server would expect another image there."""
 
     def __init__(self, token: str) -> None:
         super().__init__(f"a text of the prompt contains {token!r}, an image placeholder", reason="reserved_token")
@@ -78,8 +78,8 @@ def refuse_placeholders(messages: Sequence[Message], placeholders: Sequence[str]
 
 
 class TransientError(Exception):
-    """This attempt failed, but another may succeed: the server died, hung or is overloaded. `reason` is a short slug
-    that is counted."""
+    """This attempt failed, but another may succeed: the server died, hung or is overloaded. `reason` is a short slug,
+    and failures are counted by it."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -93,8 +93,8 @@ class Completion:
     Attributes:
         prompt_token_ids: (P,) int32, the prompt as the server expanded it, including image placeholders.
         token_ids: (C,) int32, the sampled tokens including the stop token.
-        logprobs: (C,) float32, their log-probs under the distribution that was sampled from: with the temperature, and
-            without forbidden tokens.
+        logprobs: (C,) float32, log-probs of `token_ids` under the distribution that the server sampled from. Its logits
+            are divided by the temperature, and forbidden tokens have probability 0.
         policy_version: version of the weights that the server had when the request was sent. All tokens are of this
             version, unless weights change in flight.
     """
@@ -112,7 +112,7 @@ class Completion:
 def request_body(
     messages: Sequence[Message], sampling: Sampling, seed: int, n: int, forbidden_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the JSON body of a chat request whose answer has everything that training needs: ids and log-probs.
+    """Return the JSON body of a chat request for `n` samples. The answer contains token ids and log-probs for training.
 
     Raises:
         GenerationFailure: an image is given by URL instead of inline. Servers must not download anything.
@@ -148,10 +148,11 @@ def request_body(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Return a session for `ask`, without a limit on connections and without the environment's proxies.
+    """Return an HTTP session for `ask`. It does not limit connections, and ignores proxies set in the environment.
 
-    Callers limit the requests in flight. The session is of aiohttp because httpx visits all its connections for each
-    request: with 128 connections this took more time than everything else we do in a turn (`make bench NAMES=pool`).
+    Callers limit the requests in flight. The session comes from aiohttp because httpx visits all its connections for
+    each request: with 128 connections this took more time than everything else we do in a turn (`make bench
+    NAMES=pool`).
     """
     # Close idle connections before a vLLM server does after 5 s: it could close one as we send a request on it.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, socket_factory=_watched_socket)

@@ -52,27 +52,29 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def longest_sequence(folder: Path) -> int:
-    """Return the number of positions of the model; 2**31 if its configuration has none."""
+    """Return the most tokens that the model has positions for; 2**31 if its configuration does not say."""
     return _first_integer(read_config(folder), "max_position_embeddings")
 
 
 def _first_integer(config: Mapping[str, object], key: str) -> int:
-    """Return the value of `key` in the text model's configuration or else in the whole one; _ANY if both lack it."""
+    """Return the integer at `key` in `text_config`, or else at the top level of `config`. Return `_ANY` if both lack
+    it."""
     parts = (config.get("text_config"), config)
     values = [part.get(key) for part in parts if isinstance(part, Mapping)]
     return next((value for value in values if isinstance(value, int)), _ANY)
 
 
 def placeholder_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the sorted ids of tokens for images, videos and their edges. A policy must never sample them."""
+    """Return the sorted ids of the placeholder tokens for images, videos and audio, and of the tokens that mark their
+    start and end. A policy must never sample them."""
     config = read_config(folder)
     return tuple(sorted({value for key in _PLACEHOLDERS if isinstance(value := config.get(key), int)}))
 
 
 def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]:
-    """Return the sorted ids in `token_ids` that have a row in the output head: vLLM rejects a bias for other ids.
+    """Return, sorted, the `token_ids` that have a row in the output head. vLLM rejects a logit bias for other ids.
 
-    Molmo2's image tokens are beyond the head, so they cannot be sampled anyway.
+    For example, Molmo2's output head has no rows for its image tokens, so these cannot be sampled anyway.
     """
     config = read_config(folder)
     text = config.get("text_config")
@@ -81,9 +83,10 @@ def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]
 
 
 def vocabulary(folder: Path) -> tuple[int, int]:
-    """Return the rows of the output head and of the embedding: the number of ids in samples and in prompts.
+    """Return two counts: token ids that can be sampled (rows of the output head), and token ids that a prompt can
+    contain (rows of the embedding).
 
-    They are 2**31 if the checkpoint does not say. Raises DataError as `read_tensors` does.
+    A count is 2**31 if the checkpoint does not say. Raises DataError as `read_tensors` does.
     """
     config, tensors = read_config(folder), read_tensors(folder)
     rows = _first_integer(config, "vocab_size")
@@ -92,7 +95,7 @@ def vocabulary(folder: Path) -> tuple[int, int]:
 
 
 def _rows(tensors: Tensors, name: str) -> int:
-    """Return the rows of the tensor whose name ends in `name`; 0 if it is missing."""
+    """Return the number of rows of the tensor called `name`, with or without a prefix; 0 if there is no such tensor."""
     shapes = [shape for full, (_, shape) in tensors.items() if full == name or full.endswith(f".{name}")]
     return max((shape[0] for shape in shapes if shape), default=0)
 
@@ -126,7 +129,7 @@ class ServedAdapters:
     vision: bool = False
 
     def arguments(self) -> dict[str, Scalar]:
-        """Return the arguments for vLLM's command line.
+        """Return the command-line arguments that make vLLM accept these adapters.
 
         Raises:
             ConfigurationError: vLLM does not accept adapters of this rank.
@@ -143,7 +146,7 @@ class ServedAdapters:
         return {"enable-lora": True, "max-lora-rank": room, **towers}
 
     def check(self, machine: Machine) -> None:
-        """Check that adapters can reach the servers of `machine`.
+        """Check that `machine` sends weights to its servers as files, the only way to send adapters.
 
         Raises:
             ConfigurationError: `machine.servers.weight_transfer` sends whole weights.
@@ -160,21 +163,24 @@ class ServedAdapters:
 def served_name(adapter: Path) -> str:
     """Return the model name of the adapter in this folder. Folders of different versions must have different names.
 
-    Each version needs its own name: vLLM's prefix cache distinguishes adapters by name, and a server that has lost the
-    version rejects the request. Under one name, loading in place would make every batch read the files again.
+    Each version needs its own name, because vLLM's prefix cache distinguishes adapters by name. Also, a server that has
+    lost a version then rejects requests for it. If all versions shared one name and were loaded in place, every batch
+    would read the files again.
     """
     return f"{MODEL_NAME}-{adapter.name}"
 
 
 BOTH_WAYS = "TRITON_ATTN"
-"""The attention backend in which the tokens of an image attend to each other bidirectionally, as in the trainer.
+"""Name of the vLLM attention backend in which the tokens of an image attend to each other bidirectionally, as in the
+trainer.
 
-vLLM claims the same for FLEX_ATTENTION, whose log-probs differed by 0.1 nats (0.26); vLLM 0.32 selects other backends
-by default.
+vLLM claims the same for FLEX_ATTENTION, but its log-probs differed from the trainer's by 0.1 nats (vLLM 0.26). vLLM
+0.32 selects other backends by default.
 """
 
 _NOT_TEXT = "re:.*(visual|vision|vit|projector|adapter|merger).*"
-"""Layers that are not quantized: vision towers, because kernels in 8 bits do not support some of their widths."""
+"""Pattern of the names of layers that are not quantized. They belong to vision towers, whose widths are not all
+supported by 8-bit kernels."""
 
 _RESERVED_ARGUMENTS = {
     "model": "the pool's weights",
@@ -286,7 +292,7 @@ def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: Serv
 
 
 def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str:
-    """Return the attention backend for bidirectional attention within images: other backends are silently causal.
+    """Return the vLLM backend that computes bidirectional attention within images. Other backends are silently causal.
 
     Raises:
         ConfigurationError: the server runs on CPU, or `machine.servers.arguments` selects another backend.
@@ -327,7 +333,7 @@ def server_environment(
     deterministic: bool = False,
     adapters: ServedAdapters | None = None,
 ) -> dict[str, str | None]:
-    """Return changes of this process's environment for the server; None removes a variable.
+    """Return the environment variables that a server gets in addition to this process's. The value None removes one.
 
     The API key is passed here because `ps` shows command lines.
 

@@ -34,15 +34,16 @@ from armature.components.inference.weights.pool import post
 log = logging.getLogger(__name__)
 
 _SAMPLED = (8, 5, 7, 4, 6)
-"""Tokens sampled after each prompt. The numbers differ, so that some prompts are prefilled while others are decoded."""
+"""Numbers of tokens to sample after the test prompts. They differ, so that some prompts are prefilled while others are
+decoded."""
 
 _LENGTHS = (300, 7, 180, 31, 90)
-"""Lengths of the prompts without an image. Some fill blocks of the prefix cache, and are long enough to split
-attention."""
+"""Lengths in tokens of the test prompts without an image. Some are long enough to fill blocks of the prefix cache and
+to make vLLM split attention."""
 
 _SIDES = (28, 28, 28, 28, 64)
-"""Sides of the images in pixels. Rounding depends on the number of rows while there are few, so most images are
-tiny."""
+"""Side lengths in pixels of the square test images. Most images are tiny, because the rounding of a matrix product
+depends on its number of rows only if there are few."""
 
 _AT_ONCE = 3
 """Number of concurrent requests in the test that sends each request together with a few others."""
@@ -50,7 +51,7 @@ _ARRIVAL = 0.5
 """Seconds to wait until all requests have reached a paused engine, which then computes all in one step."""
 
 Answer = tuple[float, ...]
-"""Float32 log-probs of the sampled tokens."""
+"""A server's answer to one test request: the log-probs of the sampled tokens, with float32 precision."""
 LoadAgain = Callable[[], Awaitable[bool]]
 """A function that loads a server's weights again, in place, and returns False if that is impossible."""
 
@@ -76,7 +77,7 @@ class _Request:
 
 
 class Repeatability:
-    """Check that a request gets the same bits alone, together with others, and on every server of a pool.
+    """Check that an answer has the same bits if its request is alone, if it is among others, and on every server.
 
     Attributes:
         promised: True if determinism is configured and no check has failed yet.
@@ -93,10 +94,12 @@ class Repeatability:
         self._first: tuple[int, list[Answer], str] | None = None
 
     async def check(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None = None) -> None:
-        """Check a server that holds the weights of its version. Do nothing unless determinism is promised.
+        """Check that a server is deterministic. It must hold the weights of `replica.version`. Do nothing unless
+        determinism is promised.
 
-        The check clears the server's caches and pauses it for a moment. If `inference.deterministic` is unset, a failed
-        check logs a warning and ends the promise.
+        The check clears the server's caches and pauses it for a moment. With `load_again`, part of the check is
+        repeated after the weights were loaded again. If `inference.deterministic` is unset, a failed check logs a
+        warning and sets `promised` to False.
 
         Raises:
             ServerError: the answers depend on other requests, or differ from another server's.
@@ -132,7 +135,8 @@ class Repeatability:
             self._refuse_others(alone, self._first[1], f"from {self._first[2]}", replica)
 
     async def _in_one_step(self, http: httpx.AsyncClient, replica: Replica) -> list[Answer]:
-        """Send all requests to the paused server, so that it computes them in one step, without cached prefixes."""
+        """Pause the server, send it all test requests, resume it, and return the answers. The server then computes all
+        requests in one step, without cached prefixes."""
         await pause(http, replica.endpoint)
         answers = asyncio.gather(*(request.ask(http, replica) for request in self._requests))
         try:
@@ -156,8 +160,8 @@ class Repeatability:
 
 
 def _requests(allowed: list[int], settings: ServerSettings) -> list[_Request]:
-    """Return requests with text prompts, and with images if servers accept images. They sample `allowed` tokens
-    only."""
+    """Return the test requests: some with text prompts, and some with images if servers accept images. Servers may
+    sample only the `allowed` token ids."""
     common = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "allowed_token_ids": allowed}
     made = []
     for start, (length, sampled) in enumerate(zip(_LENGTHS, _SAMPLED, strict=True)):

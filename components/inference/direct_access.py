@@ -29,7 +29,7 @@ class ServerAccess:
 
 @dataclass(frozen=True)
 class SuspectServer:
-    """A server on which a direct request failed, and the `reason`. `weights_id` is the id from its `ServerAccess`."""
+    """A server that failed a direct request, for the `reason`. `weights_id` is the one in its `ServerAccess`."""
 
     name: str
     weights_id: str
@@ -37,7 +37,7 @@ class SuspectServer:
 
 
 def server_access(replica: Replica) -> ServerAccess:
-    """Return the access to a server.
+    """Return everything that another process needs to send requests to the server `replica`.
 
     Raises:
         ConfigurationError: the server's answers have no id of their weights, so only its pool can check them.
@@ -55,8 +55,8 @@ def server_access(replica: Replica) -> ServerAccess:
 
 
 class DirectServers:
-    """A client of another process's servers. It gives up a server that is gone; once all are, requests raise
-    ServerError.
+    """A client of servers that another process started. It gives up a server that is gone. Once all servers are gone,
+    requests raise ServerError.
 
     Attributes:
         suspects: servers that their pool should check, by name.

@@ -25,7 +25,7 @@ class ServerNeeds:
     """The requirements of a server, which its host checks before the start.
 
     Attributes:
-        cache_gib: main memory of its KV cache in GiB; None if the cache is on GPUs.
+        cache_gib: size of its KV cache in main memory, in GiB; None if the cache is in GPU memory.
         port: port to listen on; None: any free port.
     """
 
@@ -62,13 +62,13 @@ class Host(Protocol):
         """End the program and all its processes, or cancel a `prepare` that waits."""
 
     def tail(self, lines: int) -> str:
-        """Return the last lines of the log."""
+        """Return the last `lines` lines of the program's log."""
 
     def free_gib(self) -> float:
-        """Return the free main memory in GiB."""
+        """Return the size of the machine's unused main memory in GiB."""
 
     def family(self) -> list[psutil.Process]:
-        """Return the program's process, then its child processes; [] for another machine."""
+        """Return the program's process, then its child processes; [] if they run on another machine."""
 
 
 class LocalHost:
@@ -136,7 +136,8 @@ _SETUP = "make its environment: armature setup"
 
 
 def _outside_connections() -> list[int]:
-    """Return random ports below the range that the kernel gives to outgoing connections; [] if that is unknown."""
+    """Return random port numbers below the range from which the kernel takes ports for outgoing connections. Return []
+    if this range is unknown."""
     try:
         first = int(_CONNECTIONS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -148,8 +149,8 @@ def _outside_connections() -> list[int]:
 def free_port(wanted: int | None, address: str) -> int:
     """Return `wanted` if it is free on `address`, or any free port if `wanted` is None.
 
-    A port below the range of outgoing connections is preferred: a server imports for 15 s before it listens, and
-    meanwhile the kernel may give a port of that range to a connection.
+    A port below the range that the kernel uses for outgoing connections is preferred. A server imports modules for 15 s
+    before it listens, and meanwhile the kernel may give a port of that range to a connection.
 
     Raises:
         ServerError: `wanted` is in use.
@@ -176,7 +177,7 @@ def free_port(wanted: int | None, address: str) -> int:
 
 
 class PlacedHost:
-    """The node of a Ray cluster with the server's placement bundle, as a `Host`."""
+    """A `Host` on a Ray cluster: the node that holds the server's placement bundle."""
 
     def __init__(self, places: PlacementBundles, index: int) -> None:
         self._gpus = places.bundle.gpus

@@ -25,7 +25,7 @@ SECONDS = 30.0
 process."""
 
 KEEP_EVERY = 5.0
-"""Seconds between two renewals."""
+"""Seconds between two renewals of a lease."""
 ASK_EVERY = 1.0
 """Seconds between two attempts to take the lease of a server that another run holds."""
 _PATH = "/armature/lease"
@@ -34,10 +34,11 @@ _PATH = "/armature/lease"
 async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: float) -> bool:
     """Take or renew the lease of a server. Return False if the server has no leases, because our plug-in is missing.
 
-    A live holder renews its lease every `KEEP_EVERY` seconds. The lease of a dead holder expires; wait for that.
+    If another run holds the lease, wait until it is released or expires. A live run renews its lease every `KEEP_EVERY`
+    seconds; a dead run does not.
 
     Raises:
-        ServerError: a live run has held the lease for `timeout` seconds of waiting, or the answer is invalid.
+        ServerError: another live run still holds the lease after `timeout` seconds, or the answer is invalid.
         httpx.TransportError: the server is gone.
     """
     began, seen = time.monotonic(), None
@@ -63,10 +64,10 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
 
 
 async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
-    """Renew the lease.
+    """Renew this run's lease of a server.
 
     Raises:
-        ServerError: another run has taken it.
+        ServerError: another run has taken the lease.
         httpx.TransportError: the server is gone.
     """
     reply = await _send(http, "POST", endpoint, {"who": who, "seconds": SECONDS})
@@ -75,12 +76,15 @@ async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
 
 
 async def give_back(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Release the lease at once. On httpx.TransportError or ServerError it expires by itself."""
+    """Release this run's lease of a server. If this raises httpx.TransportError or ServerError, the lease expires by
+    itself."""
     await _send(http, "DELETE", endpoint, {})
 
 
 async def read_weights_id(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
-    """Return the id that the server's answers carry while its weights stay the same; "" without our plug-in.
+    """Return the current id of the server's weights; "" if the server lacks our plug-in.
+
+    Every answer carries this id. It changes when the server's weights may have changed.
 
     Raises:
         ServerError: the answer is invalid.
@@ -98,9 +102,10 @@ async def read_weights_id(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
 
 
 def in_order(*weights_ids: str) -> bool:
-    """Return True if a server can have had these ids in this order, without a restart in between.
+    """Return True if one server can have had these ids of weights in this order, without a restart in between.
 
-    An id is START-CHANGES: a random number for each start, and the number of requests that may have changed weights.
+    An id has the form START-CHANGES. START is a random number for each start of the server, and CHANGES counts the
+    requests that may have changed its weights.
 
     Example:
         >>> in_order("a1-3", "a1-3", "a1-5"), in_order("a1-5", "a1-3"), in_order("a1-3", "b2-4")
@@ -114,7 +119,7 @@ def in_order(*weights_ids: str) -> bool:
 
 
 def describe_run(folder: Path) -> str:
-    """Describe this run, for other runs that wait for its server."""
+    """Return a text with this run's user, host, process and folder. Other runs that wait for its server show it."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user of a container may have no name

@@ -22,10 +22,11 @@ from armature.components.inference.sync import ServedWeights
 log = logging.getLogger(__name__)
 
 EJECT_AFTER = 3
-"""Failed attempts in a row after which a server is removed although its health route answers 200."""
+"""Number of failed attempts in a row after which a server is removed from the pool, even if its health route answers
+200."""
 
 MAX_RESTARTS = 3
-"""Starts in a row without an answered request after which a server is given up."""
+"""Most restarts of a server in a row without an answered request. The server is given up instead of another restart."""
 
 _WATCH = 1.0
 """Seconds between two checks that a server's process is alive."""
@@ -33,7 +34,8 @@ SAY_AFTER = 3.0
 """Seconds without an answer of a joined server after which a warning says what the pool waits for."""
 
 _PAUSE = 2.0
-"""Seconds per earlier attempt to wait after a start failed with OSError, such as too many open files."""
+"""Seconds to wait after a restart failed with an OSError, such as too many open files. The wait is this number times
+the number of restarts so far."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PoolContext:
     Attributes:
         lease: id of the pool's lease on its servers.
         who: description of the run, shown to other runs that wait for a server.
-        notify: wakes all that wait for a change of the servers.
+        notify: wakes all tasks that wait for a change of the servers.
     """
 
     http: httpx.AsyncClient
@@ -73,7 +75,7 @@ class ReplicaMonitor:
         """Start or join the server for the first time, or reuse one that is still running.
 
         Args:
-            after: a monitor that must take its lease first; see `PoolMonitors.start`.
+            after: the monitor of a server whose lease must be taken before this one's; see `PoolMonitors.start`.
 
         Raises:
             ServerError: the server does not come up, or another run holds its lease.
@@ -112,7 +114,8 @@ class ReplicaMonitor:
             log.info("%s: its lease was not released and will expire: %r", self.replica.name, error)
 
     async def _trouble(self) -> None:
-        """Wait until the server is dead or unhealthy, has failed too often, or no longer waits for a sync."""
+        """Return when the server is dead or unhealthy, has failed too often, or has got the weights of the sync that it
+        waited for."""
         replica = self.replica
         while replica.ready or replica.waits:
             try:
@@ -199,7 +202,8 @@ class ReplicaMonitor:
             ) from error
 
     async def _wait_for_sync(self) -> None:
-        """Wait until a sync has loaded weights into the server, then let requests through. Return if it is lost."""
+        """Wait until a sync has loaded weights into the server, then let requests through. If the server is lost before
+        that, just return."""
         await self._trouble()
         self.replica.waits = False
         if self.replica.version == self.pool.weights.version:
@@ -276,7 +280,8 @@ class ReplicaMonitor:
                 replica.mark_suspect()
 
     async def _admit(self) -> None:
-        """Bring the server to the current weights and let requests through. Wait while weights are changing."""
+        """Load the current weights into the server if it has others, check it, and let requests through. If a sync is
+        changing weights, wait for its end first."""
         replica, pool = self.replica, self.pool
         async with pool.weights.changing:
             replica.failures = 0

@@ -25,7 +25,8 @@ _NOT_SERVED = frozenset({"manifest.json", "generation_config.json"})
 _PADDING = frozenset(
     {"padding", "truncation", "max_length", "pad_to_multiple_of", "pad_token_type_id", "is_local", "local_files_only"}
 )
-"""Keys that calls of a tokenizer leave in its files when it is saved. Servers do not read them."""
+"""Keys of a tokenizer's files whose values depend on how the tokenizer was called before it was saved. Servers do not
+read them."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class _Kept:
 
 
 class KeptServers:
-    """Running local servers that no pool uses. Each comes with the contents of the checkpoint files, other than
-    weights, that the server has read."""
+    """Running local servers that no pool uses at the moment. For each server, the contents of the checkpoint files that
+    it has read, except the weights, are stored too."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
 
     def take(self, model: Path, settings: ServerSettings, machine: Machine) -> list[VllmServer]:
-        """Return running servers for all of a pool, which still have the previous pool's weights.
+        """Return running servers for all replicas of a pool. They still have the previous pool's weights.
 
         If the kept servers were started with other settings or files, end them and return [].
         """
@@ -61,7 +62,7 @@ class KeptServers:
         self._kept += [_Kept(server, files) for server in servers]
 
     def close(self) -> None:
-        """End the servers."""
+        """End the kept servers."""
         for each in self._kept:
             each.server.end()
         self._kept.clear()
@@ -93,7 +94,10 @@ def kept_servers(machine: Machine) -> KeptServers | None:
 
 
 def served_files(model: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's files that a server reads besides the weights, by file name."""
+    """Return the contents of the files in a checkpoint folder that a server reads, by file name, without the weights.
+
+    The content of a JSON file is its parsed document; the content of another file is its bytes.
+    """
     read: dict[str, Any] = {}
     for file in sorted(model.iterdir()):
         if file.suffix in (".jinja", ".txt", ".model", ".py"):
@@ -142,7 +146,7 @@ class OwnServers:
         return Replica(server.name, self._api_key, server=server)
 
     async def take_kept(self, replicas: Sequence[Replica]) -> None:
-        """Give the replicas the servers that the previous pool has kept, if there are any."""
+        """Give the replicas the running servers that the previous pool has left, if there are any."""
         if self._kept is None:
             return
         servers = await asyncio.to_thread(self._kept.take, self._weights, self._settings, self._machine)
@@ -151,7 +155,8 @@ class OwnServers:
             replica.server, replica.api_key = server, server.api_key
 
     async def close(self, replicas: Sequence[Replica], keep: bool) -> None:
-        """End the servers, or with `keep` leave them to the next pool if all of them are ready."""
+        """End the servers. With `keep`, leave them running for the next pool instead, if they can be reused and all of
+        them are ready."""
         servers = [replica.server for replica in replicas if replica.server]
         if self._kept is not None and keep and all(replica.ready for replica in replicas):
             self._kept.keep(servers, self._weights)

@@ -216,7 +216,7 @@ class ServerPool:
             yield [server_access(replica) for replica in await self._router.ready()]
 
     def report_suspects(self, suspects: Sequence[SuspectServer]) -> None:
-        """Check servers that failed direct requests of other processes."""
+        """Make the pool check the servers that failed direct requests of other processes."""
         for each in suspects:
             for replica in self.replicas:
                 if (replica.name, replica.weights_id) == (each.name, each.weights_id):
@@ -229,7 +229,7 @@ class ServerPool:
         return self._router.in_flight
 
     async def notify(self) -> None:
-        """Wake all that wait for a change of the servers or of the requests in flight."""
+        """Wake all tasks that wait for a change of the servers or of the requests in flight."""
         await self._router.notify()
 
     # --- Weights ---
