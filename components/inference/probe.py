@@ -24,7 +24,7 @@ from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights.pool import post
 
 TOKENS = 128
-"""Tokens of the probe's text."""
+"""Most tokens in the probe's text."""
 LIKELIEST = 20
 """Number of log-probs that vLLM returns for one position (its default max_logprobs)."""
 WORDS = "Describe it."
@@ -36,9 +36,9 @@ class Probe:
     """A fixed text and a fixed message with an image.
 
     The answer to a probe is one array: the (L-1,) log-probs of the text after its first token, then the `LIKELIEST`
-    greatest log-probs, in descending order, of the token after the message. All are at temperature 1 and without
-    forbidden tokens. Every row of the output head contributes to every log-prob through the softmax, and random tokens
-    stay unlikely, and so informative, after training has made the model certain.
+    greatest log-probs, in descending order, of the token after the message. All are computed at temperature 1, and no
+    token is masked. Every row of the output head contributes to every log-prob through the softmax. The tokens are
+    random because random tokens stay unlikely, and so informative, after training has made the model certain.
 
     Attributes:
         tokens: (L,) random token ids, each at most once.
@@ -70,7 +70,10 @@ class ProbeAnswer:
 
 
 def make_probe(vocabulary: int, forbidden: Sequence[int], max_tokens: int, images: bool) -> Probe:
-    """Return a probe with at most `max_tokens` tokens below `vocabulary`. Equal arguments give equal probes."""
+    """Return a probe with random token ids below `vocabulary`, at most `max_tokens`, and with an image if `images`.
+
+    Equal arguments give equal probes. None of the `forbidden` ids occurs in it.
+    """
     random = np.random.default_rng(0)
     drawn = random.choice(vocabulary, min(vocabulary, TOKENS + len(forbidden)), replace=False)
     tokens = [token for token in drawn.tolist() if token not in forbidden][: min(TOKENS, max_tokens)]
@@ -117,7 +120,7 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
 
 
 def user_message(image: str) -> list[dict[str, Any]]:
-    """Return a chat message with a PNG in base64 and `WORDS`."""
+    """Return a chat of one user message, which has the PNG `image` (in base64) and then the text `WORDS`."""
     shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     return [{"role": "user", "content": [shown, {"type": "text", "text": WORDS}]}]
 
@@ -125,8 +128,11 @@ def user_message(image: str) -> list[dict[str, Any]]:
 # --- Check that a server holds the weights that it was given ---
 
 CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.5
-"""Tolerances in nats, by device and dtype; GPUs multiply fp32 as tf32. They were measured on tiny checkpoints, see
-docs/operations/servers.md. In 8 bits, 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats."""
+"""Largest accepted difference (root mean square, in nats) between two answers to the probe, by device and dtype.
+
+GPUs multiply fp32 as tf32. The values were measured on tiny checkpoints, see docs/operations/servers.md. In 8 bits,
+3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats.
+"""
 FIRST = "the first server"
 
 
@@ -144,16 +150,18 @@ class SyncCheck:
         self._before: tuple[int, LogProbs] | None = None
 
     def expect(self, version: int, answer: ProbeAnswer, whose: str = "the trainer") -> None:
-        """Set the expected answer of `version`."""
+        """Set the answer to the probe that servers with weights of `version` should give. `whose` is its source in
+        error messages."""
         if self._expected is not None and self._expected[0] != version:
             self._before = self._expected[0], self._expected[1].logprobs
         self._expected = version, answer, whose
 
     async def check(self, http: httpx.AsyncClient, replica: Replica, version: int) -> None:
-        """Check a server's log-probs of the probe.
+        """Send the probe to a server that holds the weights of `version`, and compare its log-probs with the expected
+        ones.
 
         Raises:
-            WeightSyncError: they differ from the expected ones by more than the tolerance.
+            WeightSyncError: the log-probs differ by more than the tolerance.
             httpx.TransportError: the server is gone.
         """
         values = await ask_probe(http, replica.endpoint, self.probe, replica.model)

@@ -26,39 +26,39 @@ class Replica:
     url: str = ""
     server: VllmServer | None = None
     ready: bool = False
-    """True if the pool may send requests to it."""
+    """True if the pool may send requests to the server."""
     version: int = UNKNOWN
     """Version of the weights that the server holds."""
     waits: bool = False
     """True if the server is up but has to wait for the next sync, because only the trainer has the current weights."""
     joined: int = 0
-    """Number of times that the server came up."""
+    """Number of times that the pool has started or joined the server."""
     model: str = MODEL_NAME
     """Model name that requests use for the server's current weights."""
     weights_id: str = ""
-    """Id that the server's answers carry while its weights stay the same; "" if the server lacks our plug-in."""
+    """Last known id of the server's weights, which its answers carry too; "" if the server lacks our plug-in."""
     ours_since: str = ""
-    """The `weights_id` since which only this pool has changed the server's weights."""
+    """An earlier `weights_id`. Since the server had it, only this pool has changed the server's weights."""
     lease: str = ""
     """Id of this pool's lease on the server; "" if the pool has no lease."""
     outstanding: int = 0
-    """Requests in flight."""
+    """Number of requests that the server is answering."""
     failures: int = 0
-    """Number of attempts in a row that failed."""
+    """Number of failed attempts since the server last answered a request."""
     restarts: int = 0
     """Number of starts since the server last answered a request."""
     given_up: ArmatureError | None = None
     """The reason why the pool does not use the server any more; None while it does."""
     answer_checks: int = 0
-    """Number of checks of the server's weights between two syncs; see `ServedWeights.check_answer`."""
+    """Number of times that the server's weights were checked after an answer; see `ServedWeights.check_answer`."""
     passed_check: int = 0
-    """Number of the last check that the server passed."""
+    """Value of `answer_checks` at the last of these checks that the server passed."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def endpoint(self) -> Endpoint:
-        """The server's URL, API key, lease id and number of starts, which a request needs."""
+        """The server's URL, API key and lease id, which a request needs, and the value of `joined`."""
         return Endpoint(self.url, self.api_key, self.lease, self.joined)
 
     @property
@@ -100,7 +100,7 @@ async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Clear the server's caches: prefixes, processed images and encoded images.
+    """Clear the server's caches of prefixes, of processed images and of encoded images.
 
     Raises:
         WeightSyncError: the prefix cache is still in use after 5 seconds.

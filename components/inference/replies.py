@@ -19,8 +19,8 @@ from armature.components.contracts.errors import ServerError, blanked
 class Endpoint:
     """A server's URL, its API key, and the id of the lease that requests name ("": no lease).
 
-    `joined` counts how often the server came up: with a new number it may be a new process, and a transfer group made
-    with the old one is invalid.
+    `joined` counts how often the pool has started or joined the server. If the number has changed, the server may be a
+    new process, and an NCCL group that was made with the old process is invalid.
 
     Example:
         >>> Endpoint("http://127.0.0.1:8000", "sekrit", lease="f00d").headers
@@ -34,7 +34,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers with the key and the lease."""
+        """HTTP headers of a request, with the API key and the lease id."""
         key = {"Authorization": f"Bearer {self.api_key}"}
         return key | {"X-Armature-Lease": self.lease} if self.lease else key
 
@@ -47,7 +47,7 @@ WEIGHTS = "X-Armature-Weights"
 """Response header with the id of the server's weights, set by `armature_served.lease`."""
 
 SMALL = 2**20
-"""Most bytes of a response from any route except the chat route; responses of vLLM have less than 20 KB."""
+"""Size limit in bytes of a response from any route except the chat route. vLLM's responses have less than 20 KB."""
 
 
 CONNECT = 10.0
@@ -68,16 +68,16 @@ class Reply:
     status: int
     content: bytes
     weights: str = ""
-    """Id of the weights that the server had; "" if our plug-in does not run in it."""
+    """Id of the server's weights when it responded; "" if the server lacks our plug-in."""
 
     @property
     def text(self) -> str:
-        """The first 300 characters without secrets, for messages."""
+        """First 300 characters of the response for error messages, with secrets blanked out."""
         return blanked(self.content.decode(errors="replace"))[:300]
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The content as a JSON object. Raises BadReply."""
+        """The response parsed as a JSON object. Raises BadReply if it is something else."""
         try:
             document = json.loads(self.content)
         except (ValueError, RecursionError) as error:
@@ -98,13 +98,13 @@ class ReplyReader:
         self._url, self._limit, self._content = url, limit, bytearray()
 
     def add(self, part: bytes) -> None:
-        """Append a chunk."""
+        """Append the chunk `part` to the response."""
         if len(self._content) + len(part) > self._limit:
             raise BadReply(f"the answer has more than {self._limit} bytes, which no valid answer has", where=self._url)
         self._content += part
 
     def content(self) -> bytes:
-        """Return all chunks so far as one."""
+        """Return the response so far: all chunks joined."""
         return bytes(self._content)
 
 
@@ -143,7 +143,10 @@ def exchange_blocking(
     body: Any = None,
     limit: int = SMALL,
 ) -> Reply:
-    """Do the same as `exchange` in a thread. The response may take `timeout` seconds and `limit` bytes."""
+    """Send one request and return the response, as `exchange` does, but block the calling thread meanwhile.
+
+    The response may take at most `timeout` seconds and may have at most `limit` bytes.
+    """
     deadline = time.monotonic() + timeout
     sent = {**headers, **PLAIN}
     each = httpx.Timeout(timeout, connect=min(timeout, CONNECT))

@@ -43,8 +43,8 @@ class AnswerLimits:
     Attributes:
         sampled: number of rows of the output head; sampled ids are below it.
         prompt: number of rows of the embedding; ids of a prompt are below it.
-        forbidden: ids that are never sampled.
-        max_model_len: longest prompt and completion together, in tokens.
+        forbidden: token ids that are never sampled.
+        max_model_len: most tokens of a prompt and its completion together.
         placeholders: texts of image placeholder tokens, which no text of a prompt may contain.
     """
 
@@ -107,7 +107,7 @@ class _InvalidAnswer(Exception):
 
 
 def _in_order(choices: Any, n: int) -> list[dict[str, Any]]:
-    """Return the choices sorted by index; the indices must be 0 to n - 1, each once."""
+    """Return an answer's choices sorted by index. Raise _InvalidAnswer unless the indices are 0 to n - 1, each once."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise _InvalidAnswer("malformed_answer", f"choices are not a list of objects: {_show(choices)}")
     indices = [choice.get("index") for choice in choices]
@@ -152,7 +152,8 @@ def _completion(
 
 
 def _token_ids(values: Any, rows: int) -> TokenIds:
-    """Return a list of integers in [0, rows) as (T,) int32; floats, bools and texts are errors."""
+    """Return the token ids `values` as an array, (T,) int32. Raise _InvalidAnswer unless they are a list of integers
+    in [0, rows)."""
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise _InvalidAnswer("malformed_tokens", f"token ids are not a list of integers: {_show(values)}")
     if bad := [value for value in values if not 0 <= value < rows]:
@@ -186,14 +187,14 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    """Return the first characters of any value, so that a huge or hostile answer cannot flood a log."""
+    """Return a shortened text of any value for messages, so that a huge or hostile answer cannot flood a log."""
     return reprlib.repr(value)
 
 
 # --- Merging requests that differ only in their seeds, such as the first turns of a group ---
 
 WINDOW = 0.02
-"""Seconds that a request waits for others with the same prompt."""
+"""Seconds that a request waits for other requests with the same prompt, to be sent together with them."""
 
 Results = list[Completion | GenerationFailure]
 Sample = Callable[[Sequence[Message], Sampling, int, int], Awaitable[Results]]
@@ -221,7 +222,7 @@ class RequestMerger:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """Return one sample. Raises the failure that `sample` raises or returns for it."""
+        """Sample one completion, in a merged request. Raise the failure that `sample` raises or returns for it."""
         loop = asyncio.get_running_loop()
         key = (json.dumps(list(messages)), sampling)
         if key not in self._prompts:
@@ -281,8 +282,9 @@ def _cancel_if_unwanted(
 
 
 CheckAnswer = Callable[[Replica, str, str], Awaitable[None]]
-"""The signature of `ServedWeights.check_answer`: the replica, its `weights_id` when the request was sent, and the id in
-the answer's header."""
+"""A function that raises TransientError if an answer was computed with wrong weights, such as
+`ServedWeights.check_answer`. Its arguments are the replica, its `weights_id` when the request was sent, and the id of
+weights in the answer's header."""
 
 
 class PoolRequests:
@@ -293,7 +295,8 @@ class PoolRequests:
         limits: limits of valid answers; its `forbidden` tokens are never sampled.
         timeout: seconds for one request.
         check_answer: raises TransientError if an answer was computed with other weights than the server should have.
-        failed: called with each failed attempt, unless the replica has new weights since.
+        failed: called after each failed attempt with the replica and the error, unless the replica has got new weights
+            meanwhile.
     """
 
     def __init__(
@@ -317,13 +320,13 @@ class PoolRequests:
         await self._session.close()
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """See `ServerPool.complete`."""
+        """Sample one completion; see `ServerPool.complete`."""
         return await self._merger.complete(messages, sampling, seed)
 
     async def sample(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
     ) -> list[Completion | GenerationFailure]:
-        """See `ServerPool.sample`."""
+        """Return `n` samples of one prompt; see `ServerPool.sample`."""
         body = request_body(messages, sampling, seed, n, sorted(self._limits.forbidden))
         statistics = self._router.statistics
         async with self._router.admitted():
@@ -341,9 +344,10 @@ class PoolRequests:
     async def _attempt(
         self, replica: Replica, body: dict[str, object], n: int, max_tokens: int
     ) -> Callable[[], list[Completion | GenerationFailure]]:
-        """Send the request once and return a function that validates the answer.
+        """Send the request `body` to a server once. Return a function that validates the answer and returns the `n`
+        samples.
 
-        The caller runs it after it has released the server, because validation takes CPU time.
+        The caller runs this function after it has released the server, because validation takes CPU time.
         """
         began, version, weights_id = time.monotonic(), replica.version, replica.weights_id
         try:

@@ -59,12 +59,12 @@ class PoolStatistics:
         self.failures[reason] += samples
 
     def counts(self) -> dict[str, int]:
-        """Return all counts by name, without the failures."""
+        """Return the counts by name. Failures and seconds are not included."""
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
     def snapshot(self) -> dict[str, float]:
-        """Return flat numbers for a log: counts, failures by reason, and completion tokens per second of the pool's
-        lifetime."""
+        """Return numbers for a log, by name: the counts, the failures of each reason, the completion tokens per second
+        since the pool was made, and the mean seconds per request."""
         numbers: dict[str, float] = dict(self.counts())
         numbers |= {f"failures/{reason}": count for reason, count in self.failures.items()}
         numbers["tokens_per_second"] = self.completion_tokens / max(time.monotonic() - self.began, 1e-9)
@@ -81,13 +81,15 @@ T = TypeVar("T")
 
 
 class Router:
-    """Send each request to the least loaded of `replicas`: at most `max_concurrent` at once, and none during `drained`.
+    """Send each request to the least loaded of the `replicas`.
 
-    The caller passes what an attempt does. The event loop's clock is the only one used, so tests can control it.
+    At most `max_concurrent` requests are in flight, and new requests wait while `drained` is active. The caller passes
+    the function that sends a request to a replica. The event loop's clock is the only one used, so tests can control
+    it.
 
     Attributes:
-        in_flight: admitted requests without an answer.
-        direct: the number of them that other processes send.
+        in_flight: number of admitted requests without an answer.
+        direct: number of requests among these that other processes send directly to servers.
         broken: the error that every request raises from now on, after a failed sync.
         closed: True once the pool is closed.
     """
@@ -105,7 +107,8 @@ class Router:
 
     @asynccontextmanager
     async def admitted(self, requests: int = 1, *, direct: bool = False) -> AsyncIterator[None]:
-        """Wait for a slot and until weights do not change, then count `requests` in flight inside the block.
+        """Wait for a free slot, and for the end of `drained` if it is active. Inside the block, count `requests` as in
+        flight.
 
         Raises:
             WeightSyncError: an earlier sync failed.
@@ -128,7 +131,7 @@ class Router:
         """Return the result of `attempt(replica)`. After a `TransientError`, try another replica.
 
         Raises:
-            GenerationFailure: `MAX_ATTEMPTS` failed.
+            GenerationFailure: `MAX_ATTEMPTS` attempts failed.
             WeightSyncError: a sync failed meanwhile.
             ServerError: no server is left, or the pool was closed.
         """
@@ -166,7 +169,7 @@ class Router:
         ) from last
 
     async def ready(self) -> list[Replica]:
-        """Wait until a server is ready, and return all that are.
+        """Wait until at least one server is ready, and return all ready servers.
 
         Raises:
             ServerError: every server is given up or waits for the next sync. Waiting would not help: the sync itself
@@ -187,7 +190,7 @@ class Router:
             return ready
 
     async def reachable(self) -> None:
-        """Wait until a server is up that can receive weights.
+        """Wait until at least one server is up and can receive weights.
 
         Raises:
             ServerError: no server is left.
@@ -205,13 +208,16 @@ class Router:
             ) from reasons[-1]
 
     async def _take(self, tried: set[str]) -> Replica:
-        """Wait for the ready server with the fewest requests, preferring servers that this request has not tried."""
+        """Wait until a server is ready, choose one for a request, and count the request as outstanding there.
+
+        Servers whose names are not in `tried` are preferred, then servers with fewer outstanding requests.
+        """
         best = min(await self.ready(), key=lambda replica: (replica.name in tried, replica.outstanding))
         best.outstanding += 1
         return best
 
     async def notify(self) -> None:
-        """Wake all that wait for a change of the servers or of the requests in flight."""
+        """Wake all tasks that wait for a change of the servers or of the requests in flight."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -219,7 +225,7 @@ class Router:
     async def drained(self, direct_only: Callable[[], bool] = lambda: False) -> AsyncIterator[None]:
         """Wait until no request is in flight, and hold back new ones inside the block.
 
-        Where `direct_only()` is true, wait only for requests that other processes send directly to the servers.
+        If `direct_only()` is true, wait only for the requests that other processes send directly to servers.
         """
         self._draining = True
         try:

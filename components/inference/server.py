@@ -30,9 +30,9 @@ class VllmServer:
     Args:
         index: position among the pool's servers; it selects GPUs, port and the name of the log files.
         log_folder: folder for `vllm-<index>-<attempt>.log`.
-        api_key: key of all routes except liveness.
+        api_key: key that all routes except the liveness check require.
         adapters: the LoRA adapters that the server can load, if any.
-        host: machine that it runs on; None: this one.
+        host: machine that the server runs on; None: this machine.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class VllmServer:
 
     @property
     def name(self) -> str:
-        """Name in logs and messages."""
+        """Name of the server in logs and messages."""
         return f"vllm-{self.index}"
 
     @property
@@ -70,11 +70,11 @@ class VllmServer:
         return self._host.alive
 
     def family(self) -> list[psutil.Process]:
-        """The server's process, then its child processes, if they are on this machine."""
+        """Return the server's process and then its child processes; [] if they run on another machine."""
         return self._host.family()
 
     def tail(self, lines: int = 30) -> str:
-        """Return the last lines of the log."""
+        """Return the last `lines` lines of the server's log."""
         return self._host.tail(lines)
 
     async def start(self, model: Path) -> None:
@@ -82,8 +82,7 @@ class VllmServer:
 
         Raises:
             ServerError: it cannot start, dies, or is not ready after `machine.limits.ready_timeout` seconds. The
-                message has
-                the last lines of its log and, for known causes, what to do.
+                message has the last lines of its log and, for known causes, what to do.
             ConfigurationError: no node of the cluster has room for it, or its settings are impossible.
         """
         await self.stop()
@@ -119,7 +118,7 @@ class VllmServer:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """Do the same as `stop`, without an event loop."""
+        """End the server and all its processes, as `stop` does, but block until they have ended."""
         self._host.stop()
 
     async def _wait_ready(self, model: Path) -> None:
@@ -166,7 +165,7 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     Two routes are asked: /health stays 200 if the engine cannot answer, and does not check the key.
 
     Args:
-        model: the folder that it must serve; None: any.
+        model: the checkpoint folder that the server must serve; None: any.
 
     Raises:
         ServerError: the server rejects the key, or a joined server serves another model. Waiting would not help.

@@ -162,9 +162,9 @@ class ServedWeights:
         return False
 
     async def load_again(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """Load the server's weights into it again, in place, as a sync does.
+        """Load the pool's current weights into a server that already has them, in place, as a sync does.
 
-        Return False without loading if no folder holds all of them, or if the server's weights are not the pool's.
+        Return False without loading if no folder holds all of these weights, or if the server has other weights.
 
         Raises:
             WeightSyncError: the server rejected them, or its log-probs have changed.
@@ -248,10 +248,10 @@ class ServedWeights:
 
         Args:
             weights_id: `replica.weights_id` when the request was sent.
-            answered: the id in the answer.
+            answered: the id of weights in the answer's header.
 
         Raises:
-            TransientError: the answer is of other weights, or the server is gone.
+            TransientError: the answer was computed with other weights, or the server is gone.
         """
         if answered != weights_id and not await self._updated(replica, weights_id, answered):
             raise TransientError(OTHER_WEIGHTS, f"{replica.name} was restarted, or another run changed its weights")
@@ -283,7 +283,7 @@ class ServedWeights:
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
-    """Wait for all, then raise the error of the first one that failed."""
+    """Wait until all `works` have ended, then raise the error of the first one that failed, if any."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
@@ -307,8 +307,8 @@ async def _lost(http: httpx.AsyncClient, replica: Replica) -> str:
 def _loaded_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that servers load from a checkpoint, by name.
 
-    Dtypes do not count: servers convert. Nor does a tied output head, which some checkpoints store as a copy of the
-    embedding and others leave out.
+    Dtypes are not included, because servers convert them. A tied output head is not included either: some checkpoints
+    store it as a copy of the embedding, and others leave it out.
     """
     tied = bool(read_config(weights).get("tie_word_embeddings"))
     shapes = {name: shape for name, (_, shape) in read_tensors(weights).items()}

@@ -68,7 +68,7 @@ class WeightSender(Protocol):
         """
 
     def close(self) -> None:
-        """Close the connections, including those to servers that are gone."""
+        """Close all connections to servers, also if a server is gone."""
 
 
 _REMEDY = (
@@ -108,7 +108,8 @@ class FileTransfer:
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:
-        """See `WeightTransfer.transfer`; `publish` is not used."""
+        """Make all servers load the checkpoint in the folder `weights`; see `WeightTransfer.transfer`. `publish` is not
+        used."""
         await asyncio.gather(*(self._reload(http, endpoint, weights) for endpoint in endpoints))
 
     async def _reload(self, http: httpx.AsyncClient, endpoint: Endpoint, weights: Path) -> None:
@@ -140,7 +141,8 @@ class DeviceTransfer:
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:
-        """See `WeightTransfer.transfer`."""
+        """Make the trainer send its weights to all servers, by `publish`; see `WeightTransfer.transfer`. The folder
+        `weights` is not read."""
         if publish is None:
             raise WeightSyncError(
                 "only the trainer can send weights from its GPUs",
@@ -152,7 +154,7 @@ class DeviceTransfer:
 
 
 DELTA = "delta.safetensors"
-"""The constant of `armature_served.deltas`, which cannot be imported here because it needs torch."""
+"""File name of a delta, as in `armature_served.deltas`. That module cannot be imported here because it needs torch."""
 
 _DELTA_REMEDY = (
     "read its log; a server that is joined has to be started for it: `armature serve MODEL --machine "
@@ -164,7 +166,7 @@ class DeltaTransfer:
     """Send only the changes since the previous version, through a folder.
 
     The workers of each server hold the weights in main memory, apply the changes there, and load the result in place. A
-    server with another version, or none, reads the last checkpoint and all changes since.
+    server that does not hold the previous version reads the last whole checkpoint and all changes since.
     """
 
     single = True
@@ -175,7 +177,8 @@ class DeltaTransfer:
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:
-        """See `WeightTransfer.transfer`; `publish` is not used."""
+        """Make all servers load the version in the folder `weights`; see `WeightTransfer.transfer`. `publish` is not
+        used."""
         await asyncio.gather(*(self._load(http, endpoint, weights) for endpoint in endpoints))
 
     async def _load(self, http: httpx.AsyncClient, endpoint: Endpoint, weights: Path) -> None:
@@ -208,7 +211,8 @@ class AdapterTransfer:
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:
-        """See `WeightTransfer.transfer`; `publish` is not used."""
+        """Make all servers load the LoRA adapter in the folder `weights`; see `WeightTransfer.transfer`. `publish` is
+        not used."""
         await asyncio.gather(*(self._load(http, endpoint, weights) for endpoint in endpoints))
 
     async def _load(self, http: httpx.AsyncClient, endpoint: Endpoint, adapter: Path) -> None:

@@ -26,9 +26,11 @@ from armature.components.inference.replies import BadReply, Endpoint, Reply, exc
 # --- vLLM's weight-transfer routes (0.26 and newer), called on all servers at once ---
 
 Packing = Literal["init", "update"] | None
-"""The route that is told to pack many tensors into one buffer; None: send one tensor after the other."""
+"""The vLLM route whose request turns on packing: many tensors are sent in one buffer. None: no packing, tensors are
+sent one after the other."""
 _PACKING: dict[str, Packing] = {"0.26.": "update", "0.32.": "init"}
-"""The route by vLLM version. vLLM moved the option between these two; other versions get one tensor after the other."""
+"""The route that turns on packing, by the beginning of vLLM's version. vLLM moved the option from "update" to "init".
+Tensors for servers of other versions are not packed."""
 
 
 class ServerControl:
@@ -48,7 +50,7 @@ class ServerControl:
         self.close(wait=error is None)
 
     def close(self, wait: bool = False) -> None:
-        """Close the client, and `wait` for calls in flight if asked."""
+        """Close the client. If `wait` is true, wait for the end of calls in flight."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
         self._http.close()
 
@@ -66,7 +68,7 @@ class ServerControl:
         return sizes
 
     def packing(self) -> Packing:
-        """Return the route that turns on packing; None unless all servers support it on the same route."""
+        """Return the vLLM route that turns on packing. Return None unless all servers have it on the same route."""
         routes = set()
         for endpoint in self.endpoints:
             version = str(self._exchange("GET", endpoint, "/version").document.get("version"))
@@ -74,7 +76,7 @@ class ServerControl:
         return routes.pop() if len(routes) == 1 else None
 
     def post(self, path: str, bodies: Sequence[Any]) -> list[Future[None]]:
-        """Post `bodies[i]` to endpoint i, all at once."""
+        """Post `bodies[i]` to endpoint i, to all endpoints in parallel. Return one future per endpoint."""
         return [
             self._threads.submit(self._post, endpoint, path, body)
             for endpoint, body in zip(self.endpoints, bodies, strict=True)
@@ -112,11 +114,11 @@ Parameters = Mapping[str, torch.Tensor]
 """Tensors on this rank's GPU by checkpoint name; sharded tensors are DTensors. All ranks have the same order."""
 
 BUCKET = 2**30
-"""Bytes after which a bucket is full; it includes the tensor that exceeds this size."""
+"""Size limit of a bucket of tensors in bytes. A bucket ends with the first tensor that exceeds the limit."""
 
 
 def describe(parameters: Parameters) -> dict[str, Any]:
-    """Return names, dtypes and unsharded shapes in the form of vLLM's update routes."""
+    """Return the parameters' names, dtypes and unsharded shapes, in the JSON form that vLLM's update routes expect."""
     return {
         "names": list(parameters),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()],
@@ -136,13 +138,13 @@ def aligned(parameters: Parameters) -> Parameters:
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Return the bytes of the unsharded tensor."""
+    """Return the size of the unsharded tensor in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
 def buckets(parameters: Parameters, most: int = BUCKET) -> Iterator[Parameters]:
-    """Split parameters, in order, into buckets that are sent at once. As in vLLM, a bucket ends with the tensor that
-    exceeds `most` bytes."""
+    """Split parameters, in order, into buckets, each of which is sent as a whole. As in vLLM, a bucket ends with the
+    first tensor that makes it larger than `most` bytes."""
     bucket: dict[str, torch.Tensor] = {}
     held = 0
     for name, tensor in parameters.items():
@@ -156,21 +158,21 @@ def buckets(parameters: Parameters, most: int = BUCKET) -> Iterator[Parameters]:
 
 
 def pack(bucket: Parameters, buffer: torch.Tensor) -> torch.Tensor:
-    """Concatenate the bytes of the unsharded tensors at the start of `buffer`, uint8, and return that part. For
-    DTensors this is a collective operation."""
+    """Write the bytes of the bucket's unsharded tensors, one after the other, to the start of `buffer` (uint8). Return
+    the written part of `buffer`. For DTensors this is a collective operation."""
     flat = [whole(tensor).view(-1).view(torch.uint8) for tensor in bucket.values()]
     return torch.cat(flat, out=buffer[: sum(map(len, flat))])
 
 
 def largest(parameters: Parameters, most: int = BUCKET) -> int:
-    """Return the bytes of the largest bucket."""
+    """Return the size in bytes of the largest bucket that `buckets` makes of the parameters."""
     return max(sum(map(size, bucket.values())) for bucket in buckets(parameters, most))
 
 
 class IpcSender:
     """Send handles of this rank's GPU memory to servers on the same GPUs, by CUDA IPC; see `WeightSender`.
 
-    Each rank serves the server ranks on its own GPU, so it gathers every sharded tensor.
+    Each trainer rank provides the weights for the server ranks on its own GPU, so it gathers every sharded tensor.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
@@ -189,7 +191,7 @@ class IpcSender:
             self._packing = packing[0]
 
     def send(self, parameters: Parameters) -> None:
-        """See `WeightSender.send`."""
+        """Send the parameters to all servers; see `WeightSender.send`."""
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if self._packing:
             self._send_packed(aligned(parameters), gpu)
@@ -198,10 +200,11 @@ class IpcSender:
         torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """See `WeightSender.close`; nothing is connected between two calls of `send`."""
+        """Do nothing, because no connection is open between two calls of `send`; see `WeightSender.close`."""
 
     def _send_packed(self, parameters: Parameters, gpu: str) -> None:
-        """Send bucket after bucket through one buffer, which servers copy before they answer."""
+        """Send one bucket of tensors after the other through the same GPU buffer. Servers copy it before they
+        answer."""
         buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")
         with ServerControl(self.endpoints if self._first else (), self._timeout) as control:
             control.post_all("/start_weight_update")
@@ -222,9 +225,7 @@ class IpcSender:
 
     def _send_single(self, parameters: Parameters, gpu: str) -> None:
         # The IPC handles do not keep the memory alive; these tensors do.
-        tensors = [
-            whole(tensor) for tensor in parameters.values()
-        ]  # the handles do not keep the memory alive; these do
+        tensors = [whole(tensor) for tensor in parameters.values()]
         handles = self._handles_of_all_ranks([{gpu: reduce_tensor(tensor)[1]} for tensor in tensors])
         torch.cuda.synchronize()
         if self._first:
@@ -241,7 +242,8 @@ class IpcSender:
             dist.barrier()
 
     def _handles_of_all_ranks(self, handles: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Gather the handles of all ranks: one dictionary per tensor, from GPU id to handle."""
+        """Gather the IPC handles of all ranks. Return one dictionary per tensor, which maps the id of each GPU to the
+        handle of the tensor's copy there."""
         if self._ranks == 1:
             return handles
         gathered: list[Any] = [None] * self._ranks
@@ -255,9 +257,11 @@ def _pickled(handles: Any) -> str:
     return base64.b64encode(pickle.dumps(handles)).decode()
 
 
-# --- NCCL: rank 0 broadcasts to the GPUs of all servers ---  The trainer does not need vLLM: the rendezvous and the few
-# NCCL calls that vLLM's workers expect are made here. Workers join the trainer's TCP store, read a pickled
-# `ncclUniqueId` under the key "broadcast_from/0/0", and begin with an all-reduce of one float (vLLM 0.26 to 0.32).
+# --- NCCL: rank 0 broadcasts to the GPUs of all servers ---
+#
+# The trainer does not need vLLM: the rendezvous and the few NCCL calls that vLLM's workers expect are made here.
+# Workers join the trainer's TCP store, read a pickled `ncclUniqueId` under the key "broadcast_from/0/0", and begin with
+# an all-reduce of one float (vLLM 0.26 to 0.32).
 
 _SUM = 0
 _GEOMETRY = {"packed_buffer_size_bytes": BUCKET, "packed_num_buffers": 2}
@@ -280,8 +284,8 @@ class _UniqueId(ctypes.Structure):
 class NcclSender:
     """Connect rank 0 with every GPU of every server, and broadcast weights by NCCL; see `WeightSender`.
 
-    The other ranks only help to gather sharded tensors. An NCCL group never changes: for other servers a new sender is
-    made, and the workers of remaining servers leave the old group for the new one.
+    The other ranks only help to gather sharded tensors. The members of an NCCL group never change. When the servers
+    change, a new sender makes a new group, and the workers of remaining servers leave the old group.
 
     Raises:
         WeightSyncError: a server does not join.
@@ -301,7 +305,7 @@ class NcclSender:
                 raise
 
     def send(self, parameters: Parameters) -> None:
-        """See `WeightSender.send`."""
+        """Send the parameters to all servers; see `WeightSender.send`."""
         parameters = aligned(parameters)
         if not self._first:
             for tensor in parameters.values():
@@ -319,7 +323,7 @@ class NcclSender:
         self._control.post_all("/finish_weight_update")
 
     def close(self) -> None:
-        """See `WeightSender.close`."""
+        """Leave the NCCL group and close the HTTP connections; see `WeightSender.close`."""
         if self._comm is not None:
             self._nccl.ncclCommAbort(self._comm)  # ncclCommDestroy would wait for ranks that may be gone
             self._comm = None
@@ -328,7 +332,7 @@ class NcclSender:
             self._control.close()
 
     def _pieces(self, parameters: Parameters) -> Iterator[torch.Tensor]:
-        """Yield the tensors to broadcast, in order."""
+        """Yield the tensors to broadcast, in order: packed buckets if servers support packing, else the parameters."""
         if self._packing:
             buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")
             yield from (pack(bucket, buffer) for bucket in buckets(parameters))
@@ -378,8 +382,8 @@ class NcclSender:
             join.result(max(0.0, deadline - time.monotonic()))
 
     def _meet(self, world: int, unique: _UniqueId, joining: Sequence[Future[None]], deadline: float) -> None:
-        """Make the communicator in a thread: NCCL waits forever for a missing rank, and the thread is then
-        abandoned."""
+        """Create the NCCL communicator of `world` ranks, in a thread. NCCL waits forever for a missing rank; the thread
+        is then abandoned and WeightSyncError is raised."""
         comm, codes, device = ctypes.c_void_p(), list[int](), torch.cuda.current_device()
 
         def meet() -> None:
@@ -395,7 +399,8 @@ class NcclSender:
         self._comm = comm
 
     def _call(self, name: str, data: torch.Tensor, argument: int) -> None:
-        """Run an in-place collective on the current stream; `argument` is the root or the reduction."""
+        """Run the NCCL function `name` on `data`, in place, on the current CUDA stream. `argument` is the root rank of
+        a broadcast, or the operation of a reduction."""
         pointer = ctypes.c_void_p(data.data_ptr())
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         function = getattr(self._nccl, name)
@@ -403,7 +408,8 @@ class NcclSender:
         self._check(function(pointer, pointer, count, kind, argument, self._comm, stream))
 
     def _finish(self, calls: Sequence[Future[None]], deadline: float) -> None:
-        """Wait for the GPU while no server call has failed: with a lost peer, a collective would hang until `close`."""
+        """Wait until the GPU has finished the collective. Raise WeightSyncError if one of the `calls` to servers fails
+        meanwhile: if a server is lost, the collective hangs until `close`."""
         event = torch.cuda.Event()
         event.record()
         while not event.query():
@@ -411,7 +417,7 @@ class NcclSender:
             time.sleep(0.0005)
 
     def _refuse_lost(self, calls: Sequence[Future[None]], deadline: float) -> None:
-        """Check calls in flight.
+        """Check that the calls to servers have not failed so far, and that there is still time.
 
         Raises:
             WeightSyncError: a call failed, or the deadline has passed.
@@ -431,7 +437,7 @@ class NcclSender:
 
 
 def own_address(url: str) -> str:
-    """Return this host's address on the route to `url`. Nothing is sent."""
+    """Return the IP address that this host uses for connections to `url`. Nothing is sent."""
     target = httpx.URL(url)
     family, kind, _, _, where = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
