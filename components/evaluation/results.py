@@ -56,9 +56,8 @@ MEAN_COLUMNS = ("turns", "completion_tokens", "format_errors", "inadmissible_act
 class EpisodeResult:
     """Result of one planned episode, a row of `results.parquet`.
 
-    A failed episode has the reason in `failure`, no reward, and counts as not solved. `format_errors` and
-    `inadmissible_actions` are numbers of turns with an answer that could not be parsed, or an action that was not
-    possible.
+    A failed episode has the reason in `failure`, no reward, and counts as not solved. `format_errors` is the number of
+    turns whose answer could not be parsed. `inadmissible_actions` is the number of turns whose action was not possible.
     """
 
     trajectory_id: str
@@ -76,7 +75,7 @@ class EpisodeResult:
     failure: str | None = None
 
     def row(self) -> dict[str, Any]:
-        """The result as a row of the table."""
+        """Return the result as a row of the table `results.parquet`, by column name."""
         return {**self.__dict__, "reward_parts": list(self.reward_parts.items())}
 
 
@@ -89,7 +88,7 @@ def collect_results(
         outputs: finished and failed episodes.
         tasks: all planned tasks.
         success_reward: smallest reward of a solved episode.
-        kind_field: field of the tasks' payload that is their kind; if empty, all tasks are of kind "all".
+        kind_field: name of the payload field that holds a task's kind. If empty, all tasks have the kind "all".
 
     Raises:
         ConfigurationError: a task's payload has no field `kind_field`.
@@ -101,8 +100,8 @@ def collect_results(
 
 
 def task_kind(task: Task, field: str) -> str:
-    """Return the kind of a task: the text of this field of its payload. Raise ConfigurationError if it has no such
-    field."""
+    """Return the kind of a task, which is the value of `field` in its payload, as text. It is "all" if `field` is
+    empty. Raise ConfigurationError if the payload has no such field."""
     if not field:
         return "all"
     if field not in task.payload:
@@ -168,18 +167,20 @@ def write_results(folder: Path, results: Sequence[EpisodeResult]) -> None:
 
 
 def accuracy(results: Sequence[EpisodeResult]) -> Interval:
-    """Fraction of solved episodes among all planned ones, with a 95 % interval. Failed episodes count as not solved."""
+    """Return the fraction of planned episodes that were solved, with a 95 % interval. Failed episodes count as not
+    solved."""
     return clustered_wilson_interval(_by_task(results, lambda result: result.solved))
 
 
 def mean_reward(results: Sequence[EpisodeResult]) -> Interval:
-    """Mean reward of finished episodes, with a 95 % interval."""
+    """Return the mean reward of the finished episodes, with a 95 % interval."""
     done = [result for result in results if result.reward is not None]
     return mean_interval(_by_task(done, lambda result: float(result.reward or 0.0)))
 
 
 def metrics(results: Sequence[EpisodeResult], splits: Sequence[str]) -> dict[str, Any]:
-    """Metrics for `metrics.json`: the first split's at the top level, each further split's under its name."""
+    """Return the document for `metrics.json`. The metrics of the first split are at its top level. The metrics of each
+    further split are in an object under the split's name."""
     first, *more = (split_metrics(of_split(results, split)) for split in splits)
     return first | dict(zip(splits[1:], more, strict=True))
 
@@ -199,15 +200,15 @@ def describe_failures(results: Sequence[EpisodeResult]) -> str:
 
 
 def of_split(results: Sequence[EpisodeResult], split: str) -> list[EpisodeResult]:
-    """Results of one split."""
+    """Return the results whose task is in `split`."""
     return [result for result in results if result.split == split]
 
 
 def split_metrics(results: Sequence[EpisodeResult]) -> dict[str, Any]:
-    """Metrics of one split. Metrics that are undefined are left out, and means of turns are per finished episode.
+    """Return the metrics of one split's results, by name. Metrics that are undefined are left out.
 
-    `accuracy` is over all planned episodes, with failed ones as not solved; `accuracy_of_finished` is over finished
-    episodes only.
+    `accuracy` is over all planned episodes, and failed episodes count as not solved. `accuracy_of_finished` and the
+    means of `MEAN_COLUMNS` are over finished episodes only.
     """
     tasks = _by_task(results, lambda result: result.solved)
     done = [result for result in results if result.failure is None]
@@ -245,7 +246,7 @@ def _interval(name: str, interval: Interval) -> dict[str, float]:
 
 
 def _by_task(results: Sequence[EpisodeResult], value: Callable[[EpisodeResult], ValueT]) -> list[list[ValueT]]:
-    """Group a value of each result by task."""
+    """Compute `value` for each result. Return these values in one list per task."""
     clusters: dict[str, list[ValueT]] = defaultdict(list)
     for result in results:
         clusters[result.task_id].append(value(result))
@@ -253,7 +254,7 @@ def _by_task(results: Sequence[EpisodeResult], value: Callable[[EpisodeResult], 
 
 
 def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
-    """Group results by the kind of their task."""
+    """Return the results in one list per kind of task."""
     kinds: dict[str, list[EpisodeResult]] = defaultdict(list)
     for result in results:
         kinds[result.kind].append(result)
@@ -261,13 +262,13 @@ def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
 
 
 def _part_means(done: Sequence[EpisodeResult]) -> dict[str, float]:
-    """Mean of each part of the reward over finished episodes."""
+    """Return the mean of each part of the reward over the finished episodes `done`, by the part's name."""
     names = sorted({name for result in done for name in result.reward_parts})
     return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}
 
 
 def planned_tasks(plan: EvaluationSettings, folder: Path) -> list[Task]:
-    """Return the tasks that an evaluation plays, split by split, from the tasks artifact at `folder`.
+    """Read the tasks that an evaluation plays from the tasks artifact in `folder`. Return them split by split.
 
     Raises:
         ConfigurationError: a task has no field `plan.kind_field`.

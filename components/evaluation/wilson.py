@@ -21,7 +21,10 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence limits; `n` is the number of independent observations behind it."""
+    """An estimate with the `low` and `high` limits of its confidence interval.
+
+    `n` is the number of independent observations that the estimate is based on. It can be fractional.
+    """
 
     estimate: float
     low: float
@@ -36,8 +39,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Difference of two proportions (second minus first), its confidence limits, and the two-sided p-value of no
-    difference."""
+    """Difference of two proportions (second minus first), and the `low` and `high` limits of its confidence interval.
+
+    `p_value` is the two-sided p-value under the hypothesis that the proportions do not differ.
+    """
 
     difference: float
     low: float
@@ -53,7 +58,7 @@ def normal_quantile(confidence: float) -> float:
 
 
 def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson's score interval for `successes` out of `trials`.
+    """Return Wilson's score interval for `successes` out of `trials`.
 
         (p + z^2/2n  ±  z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
 
@@ -81,11 +86,12 @@ def wilson_interval(successes: float, trials: float, confidence: float = CONFIDE
 
 
 def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
-    """Wilson's 95 % interval for repeated samples of tasks, given as `outcomes[task][sample]`.
+    """Return Wilson's 95 % interval for tasks with repeated samples. `outcomes[task][sample]` is True for a success.
 
-    Samples of one task are correlated, so they count for less than as many tasks. The number of trials is therefore
-    divided by the design effect, at least 1: the variance of the proportion between tasks over the binomial variance.
-    If it cannot be estimated (one task, or p = 0 or 1), each task counts as one trial.
+    Samples of one task are correlated, so n samples of one task say less than samples of n tasks. The number of trials
+    is therefore divided by the design effect: the variance of the proportion, estimated between tasks, divided by the
+    binomial variance, but at least 1. If it cannot be estimated (one task, or p = 0 or 1), each task counts as one
+    trial.
     """
     counts = [len(task) for task in outcomes if task]
     solved = [sum(task) for task in outcomes if task]
@@ -104,10 +110,10 @@ def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
 
 
 def mean_interval(clusters: Sequence[Sequence[float]]) -> Interval:
-    """Mean over all values, given as `clusters[task][sample]`, with a normal 95 % interval. The standard error is
-    computed between tasks.
+    """Return the mean over all values `clusters[task][sample]`, with a normal 95 % interval.
 
-    The limits are NaN if the error cannot be estimated: with fewer than two tasks, or if all values are equal.
+    The standard error is computed from the differences between tasks. If it cannot be estimated, because there are
+    fewer than two tasks or all values are equal, the limits are NaN.
     """
     samples = [list(cluster) for cluster in clusters if cluster]
     n, tasks = sum(map(len, samples)), len(samples)

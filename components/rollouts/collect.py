@@ -21,11 +21,12 @@ from armature.components.rollouts.play import EpisodeRunner, Generator, RolloutI
 # --- The limit on open files: episodes and requests need some each ---
 
 OTHER_FILES = 512
-"""Open files to allow in addition to the files of episodes and their requests."""
+"""Number of open files to allow in addition to the files that episodes and their requests need."""
 
 
 def allow_episodes(at_once: int) -> None:
-    """Allow the open files that `at_once` concurrent episodes need, each with a request in flight."""
+    """Raise this process's limit on open files to what `at_once` concurrent episodes need. Each has a request in
+    flight."""
     allow_open_files(OTHER_FILES + (HANDLES + 1) * at_once)
 
 
@@ -107,7 +108,10 @@ async def play_groups(
     step: int,
     first_group: int = 0,
 ) -> GenerateOutputs:
-    """Call `play` for every member of every group, limited by the semaphore `room`; see `collect`."""
+    """Call `play` concurrently for every member of every group, and return the results in the order of `collect`.
+
+    Each call acquires the semaphore `room` first, which limits the number of calls at once.
+    """
 
     async def one(task: Task, place: RolloutId) -> Trajectory | Failure:
         async with room:
@@ -137,7 +141,7 @@ class CollectionProgress:
         self._done, self._failed, self._reward = 0, 0, 0.0
 
     def add(self, result: Trajectory | Failure) -> None:
-        """Count one rollout."""
+        """Count one finished or failed rollout, and report the progress."""
         self._done += 1
         if isinstance(result, Failure):
             self._failed += 1
@@ -150,7 +154,8 @@ class CollectionProgress:
 
 
 def failures_said(failures: Sequence[Failure], planned: int, what: str) -> str:
-    """Return a message with the number of failed rollouts among `planned`, by reason, each with its first example."""
+    """Return a message with the number of failed rollouts, of `planned` ones, for each reason, with the first example
+    of each reason. The message begins with `what`."""
     first = {failure.reason: failure for failure in reversed(failures)}
     lines = [f"{what}: {len(failures)} of {planned} rollouts failed:"]
     for reason, count in sorted(Counter(failure.reason for failure in failures).items()):

@@ -53,7 +53,7 @@ class SharedImages:
         """Store an image and return its reference and its data URL.
 
         Raises:
-            RolloutFailed: `bad_image`.
+            RolloutFailed: `bad_image`: the image is invalid.
         """
         key = (image.sha256, image.media_type)
         if key not in self._known:
@@ -95,7 +95,8 @@ class Conversation:
         """Append an observation that `GuardedEpisode` has validated.
 
         Raises:
-            RolloutFailed: `bad_image`, or `environment_error` for a system message that is not the first.
+            RolloutFailed: `bad_image` if an image is invalid, or `environment_error` if a system message is not
+                the first message.
         """
         if not self._dialogue:
             del self.messages[self._beginning :]
@@ -125,11 +126,12 @@ class Conversation:
         self._unread.append({"role": "user", "content": shown})
 
     def answer(self, text: str) -> None:
-        """Append the policy's answer."""
+        """Append the policy's answer to the chat."""
         self.messages.append({"role": "assistant", "content": text})
 
     def unread(self) -> str:
-        """Return the messages since the last call as JSON for display, with images replaced by their SHA-256."""
+        """Return the messages that were added since the last call, without the policy's answers, as JSON for display.
+        Images are replaced by their SHA-256."""
         unread, self._unread = self._unread, []
         return json.dumps(unread, ensure_ascii=False)
 
@@ -149,18 +151,19 @@ class RolloutId:
 
     @property
     def group_id(self) -> str:
-        """Id of the rollout's group."""
+        """Id of the rollout's group, unique within the run."""
         return f"{self.step:06d}-{self.group:04d}"
 
     @property
     def trajectory_id(self) -> str:
-        """Id of the rollout."""
+        """Id of the rollout's trajectory, unique within the run."""
         return f"{self.group_id}-{self.member:02d}"
 
     def request_seed(self, seed: int, turn: int) -> int:
-        """Return the seed of a request: a hash (62 bits) of the run's `seed`, the group and the turn, plus the member.
+        """Return the seed of the request for turn `turn`. `seed` is the seed of the run.
 
-        A group's members have consecutive seeds, so that the pool can merge their requests into one.
+        It is a 62-bit hash of the run's seed, the step, the group and the turn, plus the number of the member. So the
+        members of a group have consecutive seeds, and the pool can merge their requests into one.
         """
         text = f"{seed}/{self.step}/{self.group}/{turn}"
         return (int.from_bytes(sha256(text.encode()).digest()[:8]) >> 2) + self.member
@@ -203,7 +206,7 @@ class EpisodeRunner:
 
     @cached_property
     def facts(self) -> EnvironmentInfo:
-        """Attributes of the environment. Raises ConfigurationError if a required one is missing."""
+        """Attributes of the environment, such as its name. Raises ConfigurationError if a required one is missing."""
         return environment_info(self.environment)
 
     async def _turns(self, episode: GuardedEpisode, place: RolloutId) -> tuple[list[Turn], bool]:

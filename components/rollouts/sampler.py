@@ -24,9 +24,10 @@ from armature.components.rollouts.table import ROLLOUTS
 def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: int, round: int = 0) -> list[Task]:
     """Return the tasks of round `round` of step `step` (both counted from 0), one per group.
 
-    All steps together walk through one endless list: the tasks in a random order for epoch 0, then in another for epoch
-    1, and so on. So no task repeats before all others have been played, and a resumed run needs only its step. Each
-    further round has a list of its own, so that a step's tasks do not depend on the rounds that earlier steps needed.
+    All steps together walk through one endless list of tasks. It has all tasks in a random order for epoch 0, then all
+    tasks in another order for epoch 1, and so on. So no task repeats before all others have been played, and a resumed
+    run needs only the number of its step. Each further round has a list of its own, so that a step's tasks do not
+    depend on the rounds that earlier steps needed.
     """
     positions = np.arange(step * groups_per_step, (step + 1) * groups_per_step)
     orders = {
@@ -36,7 +37,8 @@ def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: 
 
 
 def task_order(count: int, seed: int, epoch: int, round: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of `count` tasks, (count,) int64, for an epoch of a round's list."""
+    """Return the order of the tasks in epoch `epoch` of the list of round `round`: a permutation of the indices of
+    `count` tasks, (count,) int64."""
     return np.random.default_rng((seed, epoch, round)).permutation(count)
 
 
@@ -61,7 +63,7 @@ DIFFICULTY = TableSchema(
 
 @dataclass(frozen=True)
 class PlayedGroup:
-    """Summary of a group's finished rollouts: their lowest and highest reward."""
+    """Summary of a group's finished rollouts: its step, its task, and the lowest and highest reward."""
 
     step: int
     task_id: str
@@ -75,7 +77,8 @@ class PlayedGroup:
 
 
 def played_groups(step: int, folder: Path) -> list[PlayedGroup]:
-    """Read the groups with at least one finished rollout from a step's rollouts, ordered by group id.
+    """Read the rollouts of a step from `folder`, and return their groups with at least one finished rollout, ordered by
+    group id.
 
     Raises:
         DataError: the table is missing or has another version.
@@ -92,7 +95,16 @@ def played_groups(step: int, folder: Path) -> list[PlayedGroup]:
 
 @dataclass(frozen=True)
 class TaskDifficulty:
-    """Counts of how a task's groups ended. The fields are explained in `DIFFICULTY`."""
+    """Numbers of a task's groups by their rewards, and the outcome of its last group.
+
+    Attributes:
+        groups: number of groups with a finished rollout.
+        differing: number of groups whose rewards differ.
+        all_right: number of groups whose rewards are all the highest reward of the run.
+        all_wrong: number of groups whose rewards are all the same lower reward.
+        last_step: step of the task's last group.
+        last_differed: True if the rewards of the last group differ.
+    """
 
     task_id: str
     groups: int
@@ -104,7 +116,7 @@ class TaskDifficulty:
 
 
 def difficulty(groups: Iterable[PlayedGroup]) -> list[TaskDifficulty]:
-    """Return the difficulty of each task, sorted by task id."""
+    """Return the difficulty of each task that `groups` have played, sorted by task id."""
     by_task: dict[str, list[PlayedGroup]] = defaultdict(list)
     for group in groups:
         by_task[group.task_id].append(group)
@@ -122,7 +134,8 @@ def _of_task(task_id: str, groups: Sequence[PlayedGroup], highest: float) -> Tas
 
 
 def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
-    """Count the played tasks, and those without any group whose rewards differed."""
+    """Return the number of played tasks, the number with a signal, that is, with a group whose rewards differ, and the
+    numbers without a signal by outcome: always right, always wrong, or some groups right and others wrong."""
     silent = [task for task in tasks if not task.differing]
     return {
         "tasks/played": len(tasks),
@@ -152,7 +165,7 @@ class SignalSampler:
         self._step, self._chosen = 0, list[list[Task]]()
 
     def tasks_of_step(self, step: int, played: Groups) -> list[list[Task]]:
-        """Return the tasks of each round of `step`. Call it with increasing steps.
+        """Return one list of tasks for each round of `step`. Call it with increasing steps.
 
         Args:
             played: returns the groups of a step; called for every step from the last call's step to `step - 1`.
@@ -169,7 +182,8 @@ class SignalSampler:
             (self._no_signal.discard if group.differs else self._no_signal.add)(group.task_id)
 
     def _walk(self, number: int) -> list[Task]:
-        """Return the next `groups_per_step` tasks of round `number`, which continues its own endless list of tasks."""
+        """Return the next `groups_per_step` tasks of round `number`. Each round number has its own endless list of
+        tasks, which this continues."""
         plan, count = self._plan, len(self._tasks)
         chosen: list[Task] = []
         while len(chosen) < plan.groups_per_step:
@@ -190,10 +204,11 @@ class SignalSampler:
 
 
 async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: RolloutSettings) -> GenerateOutputs:
-    """Play rounds until enough groups differ, and return all rollouts. `play(number)` plays round `number`, from 0.
+    """Play rounds until the rewards differ within enough groups, and return all rollouts. `play(number)` plays round
+    `number`, counted from 0.
 
-    Rounds are always completed, and only rewards decide if another follows. So the speed of rollouts has no influence:
-    equal rewards lead to equal tasks.
+    Rounds are always completed, and only rewards decide if another round follows. So the speed of rollouts has no
+    influence: equal rewards lead to equal tasks.
     """
     outputs = await play(0)
     for number in range(1, plan.max_rounds):
@@ -208,7 +223,8 @@ async def play_rounds(play: Callable[[int], Awaitable[GenerateOutputs]], plan: R
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """The rollouts that a step trains on. `drops` counts the unused rollouts by reason; `metrics` counts groups."""
+    """The rollouts that a step trains on. `drops` counts the unused rollouts by reason. `metrics` has the numbers of
+    rounds and groups."""
 
     outputs: GenerateOutputs
     drops: dict[str, int] = field(default_factory=dict)

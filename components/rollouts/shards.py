@@ -58,7 +58,8 @@ class ShardQueue(Generic[ShardT, WorkerT]):
         self.late = list[ShardT]()
 
     async def take(self) -> tuple[ShardT, int] | None:
-        """Wait for a shard. Return it with the number of this attempt, or None once all shards are done."""
+        """Wait for a shard that no worker plays. Return it with the number of the attempt, which starts at 1. Return
+        None once all shards are done."""
         async with self._changed:
             self._idle += 1
             try:
@@ -68,20 +69,20 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             return self._waiting.popleft() if self._waiting else None
 
     async def put_back(self, shard: ShardT, attempt: int) -> None:
-        """Return a failed shard to the queue for attempt number `attempt`."""
+        """Put a failed shard back into the queue. Its next attempt has the number `attempt`."""
         async with self._changed:
             self._waiting.append((shard, attempt))
             self._changed.notify_all()
 
     async def made(self) -> None:
-        """Count one shard as done."""
+        """Record that one shard is done."""
         async with self._changed:
             self._left -= 1
             self._changed.notify_all()
 
     @contextmanager
     def played(self, shard: ShardT, worker: WorkerT, now: float) -> Iterator[None]:
-        """Record that `worker` plays `shard` inside the block, since the time `now`."""
+        """Record that `worker` plays `shard` while the block runs. It began at the time `now`, in seconds."""
         self._played[worker] = shard, now
         try:
             yield
@@ -89,10 +90,12 @@ class ShardQueue(Generic[ShardT, WorkerT]):
             del self._played[worker]
 
     def overdue(self, now: float, awaited: float, timeout: float) -> Iterator[tuple[ShardT, WorkerT]]:
-        """Yield late shards with their workers, longest first, and at most as many as there are idle workers.
+        """Yield late shards with their workers, the shard that was begun first at the front. Yield at most one shard
+        for each idle worker.
 
-        A shard is late if it has been played, and training has waited for its step since `awaited`, for `timeout`
-        seconds. A yielded shard is added to `late`.
+        A shard is late if it has been played for `timeout` seconds, and training has waited for it for `timeout`
+        seconds. `now` is the current time, and `awaited` is the time since which training waits. A yielded shard is
+        added to `late`.
         """
         overdue = [
             (begun, worker, shard)
@@ -106,26 +109,26 @@ class ShardQueue(Generic[ShardT, WorkerT]):
 
 WORKER = "armature.components.rollouts.worker"
 SILENCE = 120.0
-"""Seconds without a message after which a worker is lost. A running worker sends one every 5 s."""
+"""Seconds without a message after which a worker counts as lost. A running worker sends a message every 5 s."""
 
 MOST_SIGNS = round(7 * 86400 / ALIVE_EVERY)
-"""Most messages of a worker while it plays one shard: enough for a week."""
+"""Most messages that a worker may send while it plays one shard. At one message every 5 s they last for a week."""
 
 MOST_BYTES = 2**24
-"""Largest reply of a worker, in bytes; rollouts are not part of it."""
+"""Largest accepted reply of a worker, in bytes. A reply does not contain rollouts, so it is small."""
 
 PAUSE = 1.0
 """Seconds to wait before a failed shard is tried again, so that the pool can restart its servers."""
 
 ATTEMPTS = 4
-"""Attempts of a shard before its error ends the run."""
+"""Most attempts to collect a shard. The error of the last attempt ends the run."""
 
 LOOK_EVERY = 1.0
 """Seconds between two searches for late shards."""
 
 
 class SuspectReply(ReplyForm):
-    """The fields of a `SuspectServer`."""
+    """The fields of a `SuspectServer`, in a worker's reply."""
 
     name: str
     weights_id: str
@@ -133,7 +136,12 @@ class SuspectReply(ReplyForm):
 
 
 class ShardReply(ReplyForm):
-    """A worker's reply: `made` is False if all servers were gone; `suspects` are the servers that failed."""
+    """A worker's reply about one shard.
+
+    Attributes:
+        made: True if the shard is stored; False if all servers were gone.
+        suspects: the servers that failed requests.
+    """
 
     made: bool
     suspects: list[SuspectReply]
@@ -144,7 +152,7 @@ SHARD_REPLY = TypeAdapter(ShardReply)
 
 @dataclass(frozen=True)
 class RolloutShard:
-    """Consecutive groups of a step, starting with number `first_group`, one per task."""
+    """Consecutive groups of a step, one for each of its `tasks`. The first one has the number `first_group`."""
 
     step: int
     first_group: int
@@ -164,7 +172,7 @@ class RolloutWorkers:
     store.
 
     Args:
-        run: fingerprint of the run, which begins the keys of its shards.
+        run: fingerprint of the run. The keys of the run's shards in the store begin with it.
     """
 
     def __init__(
@@ -318,12 +326,13 @@ class RolloutWorkers:
         return await asyncio.to_thread(read_rollouts, artifact.path)
 
     def forget(self, step: int) -> None:
-        """Delete the shards of `step` once one artifact holds all its rollouts. Their images stay."""
+        """Delete the shards of `step` from the store. Call this once an artifact holds all rollouts of the step. Images
+        are not deleted."""
         self._awaited.pop(step, None)
         for key in self._made_of.pop(step, ()):
             self._store.discard(SHARDS, key)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         self._workers.close()
         self._threads.shutdown()

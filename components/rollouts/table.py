@@ -89,12 +89,13 @@ def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
 
 
 def write_failures(folder: Path, failures: Sequence[Failure]) -> None:
-    """Write `failures.parquet`."""
+    """Write the failed rollouts to the table `failures.parquet` in `folder`."""
     write_table(folder / FAILURES_FILE, [asdict(failure) for failure in failures], FAILURES)
 
 
 def read_failures(folder: Path, where: dict[str, str] | None = None) -> tuple[Failure, ...]:
-    """Read `failures.parquet`, or its rows that match `where`.
+    """Read the failed rollouts from `failures.parquet` in `folder`: all rows, or the rows whose columns have the values
+    in `where`.
 
     Raises:
         DataError: the table is missing or has another version.
@@ -103,7 +104,8 @@ def read_failures(folder: Path, where: dict[str, str] | None = None) -> tuple[Fa
 
 
 def _views(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
-    """Return each row of a list column as an array, without converting values to Python numbers."""
+    """Return one array for each row of a column of lists. The values are not converted to Python numbers, which would
+    be slow."""
     return [
         np.array(chunk.values[start:stop])
         for chunk in column.chunks

@@ -50,7 +50,7 @@ class WorkerPlan(Settings):
 
     @property
     def limits(self) -> AnswerLimits:
-        """Limits of valid answers."""
+        """Limits that the worker checks servers' answers against."""
         return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len, self.placeholders)
 
 
@@ -69,10 +69,11 @@ class RolloutWorker:
     def play(
         self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
     ) -> Generator[None, None, dict[str, Any]]:
-        """Collect a group for each task and store them as the artifact `key`, unless it exists already.
+        """Collect one group of rollouts for each task, and store them as the artifact `key` unless it exists already.
 
-        Yield None every `ALIVE_EVERY` seconds. Return `made`, which is False if all servers were gone, and `suspects`,
-        the servers that failed. If there is a remote store, it has the artifact and its images when this returns.
+        Yield None every `ALIVE_EVERY` seconds. Return a dictionary with two keys: `made` is False if all servers were
+        gone, and `suspects` lists the servers that failed. If there is a remote store, it has the artifact and its
+        images when this returns.
         """
         with ThreadPoolExecutor(1) as thread:
             playing = thread.submit(self._made, key, step, first_group, tasks, servers)
@@ -138,7 +139,7 @@ class RolloutWorker:
 
 
 class _Silent:
-    """Events that are ignored: the process that asked for the shard reports on it."""
+    """An implementation of `Events` that ignores all events. The process that asked for the shard reports on it."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 

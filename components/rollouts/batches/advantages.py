@@ -39,10 +39,10 @@ class Group:
     """The N turns of the M trajectories of one group, trajectory by trajectory.
 
     Attributes:
-        member: (N,) int64, index of each turn's trajectory.
+        member: (N,) int64, index in `trajectories` of each turn's trajectory.
         penalties: (N,), penalty of each turn for an invalid action.
         rewards: (M,), reward of each trajectory, without penalties.
-        scores: (N,), reward of each turn's whole trajectory minus the turn's penalty.
+        scores: (N,), for each turn the reward of its whole trajectory minus the turn's own penalty.
     """
 
     group_id: str
@@ -55,25 +55,29 @@ class Group:
 
     @property
     def weights(self) -> Values:
-        """Weights of the turns, shape (N,): 1 / the turns of the trajectory, so that trajectories count equally."""
+        """Weight of each turn, shape (N,): 1 / (number of turns in its trajectory). So all trajectories count equally
+        in a weighted mean."""
         return 1.0 / np.bincount(self.member)[self.member]
 
     @property
     def trajectory_scores(self) -> Values:
-        """Mean score of each trajectory's turns, shape (M,)."""
+        """Mean of `scores` over the turns of each trajectory, shape (M,)."""
         return self.rewards - np.bincount(self.member, self.penalties * self.weights, len(self.rewards))
 
 
 def deviation(squares: float, count: float, kind: Deviation) -> float:
-    """Return the standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
+    """Return the sample or population standard deviation of `count` numbers.
+
+    `squares` is the sum of the squared distances of these numbers from their mean.
+    """
     return float(np.sqrt(squares / max(1.0, count - (kind == "sample"))))
 
 
 def groups_that_differ(rewards: Iterable[tuple[str, float]]) -> list[str]:
-    """Return the groups whose members did not all earn the same, in the order of their first member.
+    """Return the ids of the groups whose members have different rewards, in the order of their first member.
 
     Args:
-        rewards: for each member the id of its group, and what it earned.
+        rewards: one pair for each member: the id of its group and its reward.
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for group_id, reward in rewards:
@@ -82,7 +86,8 @@ def groups_that_differ(rewards: Iterable[tuple[str, float]]) -> list[str]:
 
 
 def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> list[Group]:
-    """Return the groups in order of appearance. Trajectories with a reward that is not finite are left out.
+    """Sort trajectories into groups by their group id, in order of appearance. Trajectories with a reward that is not
+    finite are left out.
 
     Raises:
         DataError: a trajectory id occurs twice; it would count twice in its group's mean.
@@ -118,8 +123,8 @@ Labels = npt.NDArray[np.int64]
 
 
 def anchor_labels(turns: Sequence[Turn], anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors) -> Labels:
-    """Return a number per turn, (N,), equal for turns at the same state. A turn without a state key is alone at its
-    state."""
+    """Return one state number for each turn, shape (N,). Turns that began at the same state have the same number. A
+    turn without a state key has a number of its own."""
     if isinstance(anchor, SimilarAnchors):
         keys: list[Hashable] = list(similar([turn.anchor_key for turn in turns], anchor.threshold))
     elif isinstance(anchor, AdmissibleAnchors):
@@ -132,8 +137,9 @@ def anchor_labels(turns: Sequence[Turn], anchor: ExactAnchors | AdmissibleAnchor
 
 
 def similar(texts: Sequence[str | None], threshold: float) -> list[str | None]:
-    """Return, for each text, the first text of its cluster. A text joins the earliest cluster with a similar first
-    text.
+    """Cluster similar texts, and return for each text the first text of its cluster.
+
+    A text joins the earliest cluster whose first text is similar to it: their ratio is at least `threshold`.
 
     difflib's heuristic that ignores frequent characters is off: from 200 characters on, it can make nearly equal texts
     look entirely different.
@@ -192,9 +198,9 @@ def gigpo(groups: Sequence[Group], settings: GiGPO) -> tuple[list[Values], dict[
 def episode_advantages(group: Group, settings: GiGPO) -> Values:
     """Return the trajectory-level advantages A^E = norm(S - mean S) of the turns, shape (N,) (GiGPO eq. 3).
 
-    S is the trajectory's reward minus the turn's penalty. `settings.statistics` chooses whether each trajectory counts
-    once, however long it is, or each row, that is each turn. A trajectory that is alone in its group has no baseline
-    and gets 0; the authors' code gives it its unnormalized score.
+    S is the trajectory's reward minus the turn's penalty. With `settings.statistics` = "trajectories", each trajectory
+    counts once in the mean, however long it is; with "rows", each turn counts once. A trajectory that is alone in its
+    group has no baseline and gets 0; the authors' code gives it its unnormalized score.
     """
     if len(group.rewards) == 1:
         return np.zeros(len(group.turns))
@@ -205,9 +211,9 @@ def episode_advantages(group: Group, settings: GiGPO) -> Values:
 def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
     """Return the turn-level advantages A^S = norm(G - mean G), shape (N,) (GiGPO eq. 7).
 
-    The statistics are over the turns that began at the same state. A turn that is alone at its state gets 0.
-    G_t = r_t + gamma G_{t+1} within the trajectory. A turn's penalty is subtracted afterwards, so it lowers only the G
-    of this turn, not the G of earlier turns.
+    G_t = r_t + gamma G_{t+1} is the discounted return of a turn within its trajectory. A turn's penalty is subtracted
+    afterwards, so it lowers only the G of this turn, not the G of earlier turns. The mean and the norm are over the
+    turns that began at the same state, that is, turns with equal `labels`. A turn that is alone at its state gets 0.
     """
     returns = discounted_returns(group, settings.gamma) - group.penalties
     advantages = np.zeros(len(returns))
@@ -218,7 +224,8 @@ def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
 
 
 def discounted_returns(group: Group, gamma: float) -> Values:
-    """Return the discounted return G_t = r_t + gamma G_{t+1} of each turn, shape (N,), up to its trajectory's end."""
+    """Return the discounted return G_t = r_t + gamma G_{t+1} of each turn, shape (N,). After the last turn of a
+    trajectory, G is 0."""
     returns = np.zeros(len(group.turns))
     later = 0.0
     for row in reversed(range(len(group.turns))):
@@ -229,7 +236,7 @@ def discounted_returns(group: Group, gamma: float) -> Values:
 
 
 def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
-    """Return `values` minus their weighted mean, shape (N,). `MeanStdNorm` also divides by max(std, floor) + 1e-6.
+    """Return `values` minus their weighted mean, shape (N,). With `MeanStdNorm`, divide by max(std, floor) + 1e-6 too.
 
     With w the weights and d the distances from the mean, the variance is sum(w d^2) / (sum(w) - 1) for the sample
     deviation and sum(w d^2) / sum(w) for the population deviation. With weights of 1 the statistics are over the rows;
@@ -329,7 +336,7 @@ def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Value
 
 
 def standardized(centered: Values, weights: Values, members: int, kind: Deviation) -> Values:
-    """Divide centered scores by their group's standard deviation + 1e-4. The result has shape (N,).
+    """Return centered scores divided by (their group's standard deviation + 1e-4), shape (N,).
 
     Args:
         centered: (N,) scores minus the mean of their group.
@@ -343,8 +350,8 @@ def standardized(centered: Values, weights: Values, members: int, kind: Deviatio
 def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:
     """Return RLOO's advantages, one (N,) array per group, and no metrics (arXiv 2402.14740, eq. 8).
 
-    A = S - the mean score of the group's other trajectories, where S is the trajectory's reward minus the turn's
-    penalty.
+    The advantage of a turn is S minus the mean score of the group's other trajectories. S is the trajectory's reward
+    minus the turn's penalty.
     """
     advantages = []
     for group in groups:
@@ -358,7 +365,7 @@ def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[st
 
 
 def _centered(group: Group) -> Values:
-    """Return the scores minus the group's mean, shape (N,).
+    """Return the scores of a group's turns minus the group's mean score, shape (N,).
 
     Equal scores give exactly 0; subtracting a mean computed in floating point could leave rounding errors.
     """
@@ -368,9 +375,8 @@ def _centered(group: Group) -> Values:
 
 
 def _spread(groups: Sequence[Group], centered: Sequence[Values], kind: Deviation) -> float:
-    """Return the standard deviation of the centered scores of all groups, where every trajectory counts once.
-
-    The result is 0 if there are no groups.
+    """Return the standard deviation of the centered scores of all groups together, in which every trajectory counts
+    once. It is 0 if there are no groups.
     """
     squares = sum(float(group.weights @ row**2) for group, row in zip(groups, centered, strict=True))
     return deviation(squares, sum(len(group.rewards) for group in groups), kind)
@@ -387,5 +393,6 @@ ESTIMATORS: dict[str, Callable[[Sequence[Group], Any], tuple[list[Values], dict[
 }
 """Advantage estimators by the name of their settings.
 
-Each takes groups and settings, and returns one array of advantages per group, shape (N,), and the estimator's metrics.
+An estimator takes groups and its settings. It returns a list with one array of advantages per group, shape (N,), and
+the estimator's metrics by name.
 """

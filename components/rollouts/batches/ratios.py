@@ -32,7 +32,7 @@ LOG_RATIOS = TableSchema(
 
 
 def ratios_file(workspace: Path, step: int) -> Path:
-    """Return the path of the log-ratios of `step` in a run's folder."""
+    """Return the path of the table with the log-ratios of `step`, in the run's workspace folder."""
     return workspace / RATIOS_FOLDER / f"{step:05d}.parquet"
 
 
@@ -40,8 +40,9 @@ def write_log_ratios(path: Path, samples: Sequence[Sample], log_ratios: Mapping[
     """Write the log-ratios of a step atomically.
 
     Args:
-        log_ratios: by index in `samples`, (T,) log-probs under the trainer minus log-probs under the sampler, for the T
-            trained tokens; samples without trained tokens are left out.
+        log_ratios: maps the index of a sample in `samples` to an array (T,): for each of its T trained tokens, the
+            log-prob under the trainer minus the log-prob under the sampler. Samples without trained tokens are left
+            out.
 
     Raises:
         OSError: the file cannot be written; an earlier file at `path` is unchanged.
@@ -62,7 +63,7 @@ def write_log_ratios(path: Path, samples: Sequence[Sample], log_ratios: Mapping[
 
 
 def read_log_ratios(path: Path, group_id: str | None = None) -> dict[str, LogRatios]:
-    """Read log-ratios by sample id, of all samples or of one group; see `write_log_ratios`.
+    """Read the log-ratios that `write_log_ratios` has written, by sample id, for all samples or for one group.
 
     Raises:
         DataError: the table is missing, damaged or has another version.
@@ -77,9 +78,13 @@ def read_log_ratios(path: Path, group_id: str | None = None) -> dict[str, LogRat
 def read_scores(
     trajectories: Sequence[Trajectory], batch: Path, log_ratios: Path, group_id: str | None = None
 ) -> dict[str, list[TurnScores]]:
-    """Return per-token scores of trajectories, for the pages that show rollouts, of a whole batch or one group.
+    """Return the scores of each trajectory's turns, by trajectory id, for the pages that show rollouts.
 
-    The scores lack log-ratios if their file is missing or damaged.
+    The scores have no log-ratios if the file `log_ratios` is missing or damaged.
+
+    Args:
+        batch: folder with the table of the step's samples.
+        group_id: read only this group of the tables; None: all groups.
 
     Raises:
         DataError: the batch cannot be read.

@@ -22,13 +22,13 @@ from armature.components.rollouts.batches.advantages import turn_advantages
 from armature.components.rollouts.settings import BatchSettings
 
 Vocabulary = tuple[int, int]
-"""Number of token ids that can be sampled, and number of ids that a sequence can contain."""
+"""Two counts: the token ids that can be sampled, and the token ids that a sequence can contain."""
 MOST_TOKENS = 2**31
 _KINDS = {"input_ids": "iu", "loss_mask": "b", "behavior_logprobs": "f", "policy_versions": "iu", "advantages": "f"}
 
 
 def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS)) -> tuple[str, str] | None:
-    """Return the first invalid field of a sample and the reason; None if the sample can be trained on."""
+    """Return the name of a sample's first invalid field and the reason; None if the sample can be trained on."""
     length = np.shape(sample.input_ids)
     for name, kinds in _KINDS.items():
         values = getattr(sample, name)
@@ -67,7 +67,8 @@ def check_samples(
 
 
 def refusal(what: str, where: str, row: int, sample: Sample) -> DataError:
-    """Return the error for a sample that cannot be trained on."""
+    """Return the error for a sample that cannot be trained on. `what` is the reason, and `row` its row in the batch
+    `where`."""
     return DataError(
         what,
         code="sample_not_trainable",
@@ -82,8 +83,8 @@ log = logging.getLogger(__name__)
 
 
 class SampleSource(Protocol):
-    """A model family's adapter as far as batches need it: it turns trajectories into samples, and counts drops by
-    reason."""
+    """The part of a model family's adapter that batches need. It turns trajectories into samples, and counts dropped
+    turns by reason."""
 
     def samples(
         self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
@@ -95,7 +96,8 @@ SampleT = TypeVar("SampleT")
 
 @dataclass(frozen=True)
 class BuiltBatch(Generic[SampleT]):
-    """The samples of a step. `drops` counts the samples left out by reason; `metrics` describe the others."""
+    """The samples that a step trains on. `drops` counts, by reason, what was left out of them; `metrics` are numbers
+    about the step's groups and samples."""
 
     samples: Sequence[SampleT]
     drops: Counter[str]
@@ -114,8 +116,10 @@ def build_batch(
     settings: BatchSettings,
     vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS),
 ) -> BuiltBatch[Sample]:
-    """Return samples in which all tokens sampled in a turn have the turn's advantage. Invalid samples are dropped; see
-    `sample_defect`."""
+    """Build the batch of a step. In its samples, all tokens sampled in a turn have the turn's advantage.
+
+    Invalid samples are dropped; see `sample_defect`.
+    """
     advantages = turn_advantages(outputs.trajectories, settings)
     samples, drops = adapter.samples(outputs, advantages.by_turn)
     valid = []
@@ -155,7 +159,7 @@ _PER_SAMPLE = ("sample_id", "group_id", "trajectory_id", "reward")
 
 
 def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
-    """Write `samples` in their order to `folder`."""
+    """Write the table of `samples`, in their order, to `folder`."""
     columns: dict[str, pa.Array] = {}
     offsets = np.cumsum([0, *(len(sample.input_ids) for sample in samples)], dtype=np.int32)
     for name in _PER_TOKEN:
@@ -174,7 +178,7 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
-    """Read the samples in `folder` in their order, or the samples of one group.
+    """Read the samples of the table in `folder`, in their order: all of them, or one group.
 
     Raises:
         DataError: the table is missing, has another version or lacks values.
