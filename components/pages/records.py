@@ -25,7 +25,8 @@ _NONE: LogRatios = np.empty(0, np.float32)
 
 @dataclass(frozen=True, eq=False)
 class TurnScores:
-    """The trainer's values for one turn of C sampled tokens; None if they were not computed or not trained on."""
+    """The trainer's values for the C sampled tokens of one turn. A value is None if it was not computed, or if the turn
+    was not trained on."""
 
     log_ratios: LogRatios | None = None  # (C,) log-prob under the trainer minus log-prob under the sampler
     advantages: npt.NDArray[np.float32] | None = None  # (C,)
@@ -34,9 +35,14 @@ class TurnScores:
 def turn_scores(
     trajectories: Sequence[Trajectory], samples: Sequence[Sample], log_ratios: Mapping[str, LogRatios]
 ) -> dict[str, list[TurnScores]]:
-    """Return the advantages of the sampled tokens per turn, and their `log_ratios` where these are given by sample id.
+    """Return the scores of each trajectory's turns, by trajectory id: the advantages of the sampled tokens, and their
+    log-ratios if they are known.
 
     Trajectories with dropped turns are omitted, because their tokens cannot be assigned to turns.
+
+    Args:
+        samples: training samples of the trajectories.
+        log_ratios: log-ratios of the trained tokens by sample id; samples may be missing.
     """
     places: dict[str, list[int]] = defaultdict(list)
     for place, sample in enumerate(samples):
@@ -59,7 +65,13 @@ def turn_scores(
 def rollout_record(
     trajectory: Trajectory, step: int | None, scores: Sequence[TurnScores], image_key: ImageKey, piece: Decode
 ) -> dict[str, Any]:
-    """Return a rollout's record. `scores` has one entry per turn or is empty; NaN and infinities become None."""
+    """Return the JSON record of a rollout. In it, NaN and infinities are None.
+
+    Args:
+        scores: the trainer's values, one entry for each turn; empty: there are none.
+        image_key: returns the key under which the page has an image.
+        piece: called with each sampled token id, so that the page gets its text.
+    """
     padded = [*scores, *[TurnScores()] * (len(trajectory.turns) - len(scores))]
     return {
         "id": trajectory.trajectory_id,
@@ -108,14 +120,14 @@ def _turn(turn: Turn, scores: TurnScores, image_key: ImageKey, piece: Decode) ->
 
 
 def _number(value: float) -> float | None:
-    """Round to five significant digits; NaN and infinities become None."""
+    """Return a number rounded to five significant digits; None for NaN and infinities."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def token_decoder(checkpoint: Path) -> Callable[[int], str]:
-    """Return a function that decodes one token id, also a special one, with the `tokenizer.json` of a checkpoint.
+    """Return a function that returns the text of one token id, using the `tokenizer.json` of a checkpoint.
 
-    A token that is only part of a character gives U+FFFD.
+    Special tokens have a text too. The text of a token that is only part of a character is U+FFFD.
 
     Raises:
         DataError: the folder has no readable `tokenizer.json`.

@@ -38,10 +38,11 @@ MOST_POINTS = 1500
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `series` are keys of the history; a series that begins with ^ is a regular expression of keys.
+    """One chart of a run's history. `series` are the keys of its curves; a text that begins with ^ is a regular
+    expression that matches keys.
 
-    `band` is drawn around the first series: the key of a half-width, or a pair of keys (low, high). `axis` names the
-    unit that the key "step" counts.
+    `band` is a region around the first curve: the key of its half-width, or a pair of keys for its limits (low, high).
+    `axis` names the unit that the key "step" counts. `log` draws the values on a logarithmic axis.
     """
 
     title: str
@@ -54,7 +55,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """Charts and the rows of numbers that they draw; each row has the key "step"."""
+    """Charts, and the rows of numbers that they show. Each row has the key "step"."""
 
     panels: Sequence[Panel]
     rows: History
@@ -126,13 +127,14 @@ PANELS = (
 
 
 def training_curves(history: History) -> Curves:
-    """Return the charts of a training's history, with at most about 1500 of its rows."""
+    """Return the charts of a training's history, with about `MOST_POINTS` of its rows at most."""
     numbered = [{"step": float(place), **row} for place, row in enumerate(history)]
     return Curves(panels_of(numbered), thinned(numbered, MOST_POINTS))
 
 
 def panels_of(history: History) -> list[Panel]:
-    """Return the panels for which this history has numbers, with regular expressions replaced by its keys."""
+    """Return the panels in `PANELS` for which this history has numbers. Regular expressions in their `series` are
+    replaced by the keys that they match."""
     keys = sorted({key for row in history for key in row})
     panels = []
     for panel in PANELS:
@@ -146,7 +148,8 @@ def panels_of(history: History) -> list[Panel]:
 
 
 def thinned(history: History, most: int) -> list[Mapping[str, float]]:
-    """Return about `most` rows, evenly spread, and always the last row and the rows of evaluations."""
+    """Return about `most` rows of a history, evenly spread. The last row and the rows with an evaluation are always
+    among them."""
     every = -(-len(history) // most)
     if every <= 1:
         return list(history)
@@ -169,7 +172,7 @@ class ImageReader(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds for one page. The page shows how much was left out."""
+    """Upper bounds for the rollouts on one page. The page shows how many rollouts and images were left out."""
 
     trajectories: int = 2000
     tokens: int = 400_000
@@ -195,7 +198,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class ReportImage:
-    """An image of the report. `uri` is a data URI, `description` is its alternative text."""
+    """An image of the report. `uri` is a data URI with the image, and `description` is the alternative text."""
 
     title: str
     uri: str
@@ -204,7 +207,8 @@ class ReportImage:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose cells are text, formatted numbers, or rates with `estimate`, `low` and `high` (drawn as bars)."""
+    """A table of the report. A cell is a text, a formatted number, or an object with the numbers `estimate`, `low` and
+    `high`, which is drawn as a bar."""
 
     title: str
     columns: Sequence[str]
@@ -253,7 +257,7 @@ def write_report(path: Path, report: HtmlReport) -> None:
 
 
 def live_page() -> str:
-    """Return the page of the viewer that loads its data from a server."""
+    """Return the HTML of the viewer's page, which loads its data from the viewer's server."""
     return _template().render(report=None)
 
 
@@ -294,7 +298,7 @@ def _hash(text: str) -> str:
 
 
 def _inline_json(value: Any) -> Markup:
-    """Return JSON that can neither end the script element that holds it nor open a comment in it."""
+    """Return a value as JSON for a script element. The text can neither end the element nor begin a comment in it."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -335,7 +339,7 @@ def _rollout_data(rollouts: Rollouts | None) -> dict[str, Any]:
 
 
 def _select(trajectories: Sequence[Trajectory], limits: Limits) -> list[Trajectory]:
-    """Return all trajectories or, beyond the limits, whole groups evenly spread over the run."""
+    """Return all trajectories. If they exceed the limits, return only some whole groups, evenly spread over the run."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -350,10 +354,10 @@ def _select(trajectories: Sequence[Trajectory], limits: Limits) -> list[Trajecto
 
 
 class _EmbeddedImages:
-    """The embedded images of a page: each one once, large ones scaled down.
+    """The images that a page embeds. Each image is embedded once, and large images are scaled down.
 
-    `images` maps an image's SHA-256 to its data URI and original size. When the budget of bytes is spent, further
-    images are only counted in `left_out`.
+    `images` maps an image's SHA-256 to its data URI and original size. When all embedded images together have
+    `Limits.image_bytes`, the keys of further images are only added to `left_out`.
     """
 
     def __init__(self, reader: ImageReader, limits: Limits) -> None:
@@ -362,7 +366,7 @@ class _EmbeddedImages:
         self.left_out: set[str] = set()
 
     def add(self, ref: ImageRef) -> str:
-        """Return the key of the image, which is in `images` unless the budget was spent."""
+        """Embed an image unless it would exceed the limit of bytes. Return its key, the SHA-256."""
         key = ref.sha256
         if key in self.images or key in self.left_out:
             return key

@@ -44,8 +44,8 @@ def write_training_report(
 
 
 def last_figures(history: History) -> dict[str, str]:
-    """Return key figures: means over the last tenth of the steps, the largest mismatch KL, and the number of
-    rollouts."""
+    """Return the key figures of a training by label: the number of steps, means over the last tenth of the steps, the
+    largest mismatch KL, and the number of rollouts."""
     if not history:
         return {}
     tail = history[-max(1, len(history) // 10) :]
@@ -64,7 +64,8 @@ def last_figures(history: History) -> dict[str, str]:
 
 
 def drops_by_reason(history: History) -> dict[str, int]:
-    """Return the numbers of failed rollouts and dropped samples of the whole run by reason, largest first."""
+    """Return the numbers of failed rollouts and dropped samples in the whole run, by reason. The largest number comes
+    first."""
     names = {name for row in history for name in row if name.startswith(("failures/", "drops/"))}
     totals = {name: _total(history, name) for name in names}
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))

@@ -20,7 +20,7 @@ from armature.components.rewards.reward import (
 )
 
 Box = tuple[float, float, float, float]
-"""Left, top, right, bottom."""
+"""A box in an image: its left, top, right and bottom coordinates."""
 
 _N = r"\s{0,20}(-?\d{1,9}(?:\.\d{0,12})?)\s{0,20}"
 _BOXES = re.compile(rf"[\[(]{_N},{_N}(?:,|[\])]\s?,?\s?[\[(]){_N},{_N}[\])]")
@@ -106,7 +106,7 @@ class PointInBox(BoxReward[PointInBoxSettings]):
 
 
 def read_box(text: str) -> Sequence[float] | None:
-    """Return the four numbers of the last box in `text`, or None. Takes linear time.
+    """Return the four coordinates of the last box in `text`, or None if it has no box. Takes linear time.
 
     Example:
         >>> read_box('{"bbox_2d": [10, 20, 30.5, 40]}')
@@ -117,7 +117,7 @@ def read_box(text: str) -> Sequence[float] | None:
 
 
 def read_point(text: str) -> Sequence[float] | None:
-    """Return x and y of the last point in `text`, or None. Takes linear time."""
+    """Return x and y of the last point in `text`, or None if it has no point. Takes linear time."""
     text = folded(text)
     matches = [match for pattern in (_PAIRS, _MOLMO) if (match := last_match(pattern, text))]
     return [float(each) for each in max(matches, key=re.Match.end).groups()] if matches else None
@@ -135,7 +135,10 @@ def intersection_over_union(one: Box, other: Box) -> float:
 def _read_coordinates(
     inputs: RewardInput, settings: BoxSettings, read: Callable[[str], Sequence[float] | None]
 ) -> Sequence[float] | None:
-    """Return the coordinates in the completion, converted to the answer's units; None if there are none."""
+    """Return the coordinates that `read` reads from the completion, converted to the answer's units.
+
+    Return None if the completion has no coordinates.
+    """
     scale = _scale(inputs.row, settings)
     text = extracted(inputs.completion, settings.extract)
     coordinates = None if text is None else read(text)

@@ -25,10 +25,11 @@ from armature.components.rewards.reward import BadAnswer, ExtractingSettings, Re
 
 
 def _words(spaced: str, unspaced: str = "") -> str:
-    """Return a pattern that matches any of the words; `_` in a word stands for a space.
+    """Return a regular expression that matches any of the words. Words are separated by spaces; `_` in a word stands
+    for a space.
 
     Args:
-        spaced: words that must stand alone.
+        spaced: words that match only as whole words.
         unspaced: words of languages without spaces, which match anywhere.
     """
     whole = "|".join(spaced.split()).replace("_", r"\s")
@@ -102,7 +103,7 @@ _VERB = (
     r"(?:\s(?:(?!(?:as|plus|this|thus|perhaps|always|besides)\b)[a-z]+s(?:n't)?|would|could|might|did|that|which|who)\b"
     r"|\s?[错錯不是有显顯])"
 )
-"""A verb after a label: the label is the subject of a new clause."""
+"""Pattern of a verb after a label. With such a verb, the label is the subject of a new clause and not a choice."""
 _OR = _words(
     "or nor and/or or_else vs versus through thru oder noch bis ou o", "或者 或 还是 還是 和 与 與 及 以及 到 至"
 )
@@ -111,7 +112,7 @@ _MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s?|[
 
 # Patterns that run on the completion itself, in its own case.
 _MARKS = re.compile(r"(\*{1,3}|_{1,3}|`|\$|\")([A-Za-z])\1|(?<!\w)(')([A-Za-z])'(?!\w)|[\[{<]\s?([A-Za-z])\s?[\]}>]")
-"""Markup around a single letter; it is read as parentheses."""
+"""Pattern of a single letter with markup around it, such as **B**. The markup is replaced by parentheses."""
 _TEXT_COMMANDS = re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|cal)?|operatorname|bf|rm|emph)\b\s?|\\(?=[()\[\]])")
 _BOXES = re.compile(r"(?:\\|\x08|\b)(?:boxed|fbox)(?![a-z])")
 _STRUCK = re.compile(r"~~[^~\n]{1,200}~~|<del>[^<>]{0,200}</del>")
@@ -163,7 +164,8 @@ _VERDICT = re.compile(
     r"|(?:not |in)(?:correct|right|true)|wrong|false|no|falsch|[错錯][误誤]?|不[对對]|不正[确確])"
     r"(?=\s?(?:[-.,;:!|)]|\n|\Z|because|since|as|weil|da|因))|\s?(?:([✓✔✅☑])|[✗✘❌✖☐]))"
 )
-"""A verdict on a label, as in "A: wrong, B: right". `B: Right` alone may be the text of the option."""
+"""Pattern of a verdict on a label, as in "A: wrong, B: right". "B: Right" alone is not a verdict, because "Right" may
+be the text of option B."""
 _MARKED = re.compile(rf"^[^\w\n]{{0,3}}(?:([✓✔✅☑])|[✗✘❌✖☐])\s?(?:{_OPTION}\s)?({_LABEL})", re.MULTILINE)
 _ALL_BUT = re.compile(
     rf"\b(?:all|every\w*|any\w*)\b[^.!?\n]{{0,30}}?\b(?:but|except(?: for)?|other than)\s(?:{_OPTION}\s)?"
@@ -179,7 +181,7 @@ _OPTION_TEXT = re.compile(
     rf"|(\)?[.:]?\s\(?)({_LABEL}(?:,\s{_LABEL})*,?\sand\s{_LABEL})(?=\)?(?:\sonly)?\W{{0,4}}$))",
     re.MULTILINE,
 )
-"""An option whose text names other labels, as in "D. Both A and B" and "D. A and B"."""
+"""Pattern of an option whose text names other labels, such as "D. Both A and B" or "D. A and B"."""
 _REJECTED = re.compile(
     rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}(?:'s)?){{0,3}}"
     rf"[^\w.,;!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
@@ -269,7 +271,10 @@ def chosen_letter(text: str, letters: str) -> str | None:
 
 
 def _with_labels(text: str) -> str:
-    """Return the text without markup and in lower case, except for its labels."""
+    """Remove markup from a text and convert it to lower case, except for its labels, which become upper-case letters.
+
+    A label that is a capital in `text` becomes an ASCII letter, and other labels become full-width letters.
+    """
     text = _BOXES.sub(_BOX, _TAGS.sub(_TAG, "\n" + _STRUCK.sub(" ", folded(text).translate(_PUNCTUATION))))
     text = _MARKS.sub(lambda match: f"({match[2] or match[4] or match[5]})", _TEXT_COMMANDS.sub("", text))
     text = _EMPHASIS.sub("", text)
@@ -285,7 +290,10 @@ def _with_labels(text: str) -> str:
 
 
 def _is_word(match: re.Match[str], announced: bool) -> bool:
-    """Return True if the letter is the article "a" or the pronoun "I" instead of a label."""
+    """Return True if the matched letter is the article "a" or the pronoun "I" and not a label.
+
+    `announced` is True if the words before it announce an answer.
+    """
     letter, text, start, end = match.group(), match.string, match.start(), match.end()
     if letter not in "AaIi" or not _WORD.match(text, end):
         return False
@@ -295,7 +303,8 @@ def _is_word(match: re.Match[str], announced: bool) -> bool:
 
 
 def _without_text(match: re.Match[str]) -> str:
-    """Lower-case the labels in an option's text, so that "D. Both A and B" has the label D alone."""
+    """Return the matched option with the labels in its text in lower case. So "D. Both A and B" has only the label
+    D."""
     label, between, named = (group for group in match.groups() if group is not None)
     return match.group() if label in named else f"{label}{between}{named.lower()}"
 
@@ -310,7 +319,7 @@ def _judged(text: str) -> str:
 
 
 def _joined(match: re.Match[str]) -> str:
-    """Replace a list of labels with its label, or with _SEVERAL if it has different ones."""
+    """Return the replacement of a matched list of labels: the label if all are equal, or else _SEVERAL."""
     last = _LAST_OF_LIST.search(match.group())
     if last and _IS_RIGHT.match(match.string, match.end()):  # "of A, B and C, B is correct"
         return f"{_SEVERAL}, {last[1]}"

@@ -64,7 +64,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return the names in `ARGUMENTS` that the function accepts as keywords.
+    """Return those names in `ARGUMENTS` that `function` accepts as keyword arguments. `name` is for error messages.
 
     Raises:
         ConfigurationError: `function` is not a function, requires other arguments, or does not accept the completion.
@@ -104,9 +104,9 @@ def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ..
 # --- A program that reads JSON from its standard input and writes a number to its standard output ---
 
 LONGEST_OUTPUT = 2**16
-"""Most bytes that the program may print; longer output is not a number."""
+"""Most bytes that the program may print to its standard output. Longer output cannot be a number."""
 LONGEST_ERROR_OUTPUT = 1000
-"""Bytes from the end of the program's standard error that an error message shows."""
+"""Number of bytes of the program's standard error that an error message shows. They are the last ones."""
 ERROR_OUTPUT_SECONDS = 1.0
 """Seconds to wait for the rest of standard error after the program has ended: one of its children may hold it open."""
 
@@ -169,9 +169,13 @@ class Command(Reward[CommandSettings]):
 
 
 def _last_bytes() -> tuple[Callable[[], bytes], int]:
-    """Return the writing end of a pipe that a thread drains, and a function that returns the last bytes written to it.
+    """Make a pipe that keeps only the last `LONGEST_ERROR_OUTPUT` bytes written to it.
 
-    The thread keeps reading so that a program with much error output never blocks.
+    A thread reads the pipe all the time, so that a program with much error output never blocks.
+
+    Returns:
+        A function that waits for the end of the output and returns its last bytes, and the file descriptor of the
+        pipe's writing end.
     """
     read, write = os.pipe()
     last = [b""]
@@ -192,7 +196,8 @@ def _last_bytes() -> tuple[Callable[[], bytes], int]:
 
 
 def program_path(program: str, folder: Path) -> Path:
-    """Return the path of a program: relative to `folder` if its name has a slash, else on PATH.
+    """Return the path of a program. It is relative to `folder` if `program` has a slash, and is searched on PATH if
+    not.
 
     Raises:
         ConfigurationError: there is no such program, or it is not executable.

@@ -109,7 +109,7 @@ def _read(folder: Path, name: str) -> Any:
 
 
 def _unfenced(text: str) -> str:
-    """Return the text without a fence of ``` in its first and last line."""
+    """Remove the Markdown code fence (``` or ```json) from the first and last line of a text, if it has one."""
     first, _, rest = text.strip().partition("\n")
     inside, _, last = rest.rpartition("\n")
     fenced = first.rstrip().lower() in ("```", "```json") and last.strip() == "```"

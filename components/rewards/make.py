@@ -33,15 +33,15 @@ from armature.components.rewards.reward import (
 
 WORKER = "armature.components.rewards.worker"
 START_SECONDS = 120.0
-"""Seconds that a process may take to start and import its modules, before its first grade."""
+"""Seconds that a reward's process may take to start and to import its modules."""
 MOST_BYTES = 2**20
-"""Largest reply of a reward's process to one request, in bytes."""
+"""Largest accepted reply of a reward's process to one request, in bytes."""
 
 Reason = Annotated[str, Field(strict=True, pattern="^[a-z][a-z0-9_]{0,63}$")]
 GRADE: TypeAdapter[float | tuple[str, str]] = TypeAdapter(
     Annotated[float, Field(strict=True, allow_inf_nan=False)] | tuple[Reason, StrictStr]
 )
-"""A finite reward, or the reason and the details of a failure."""
+"""A process's reply to a request for a grade: a finite reward, or the reason and the details of a failure."""
 SOURCES = TypeAdapter(dict[StrictStr, StrictStr])
 
 ResultT = TypeVar("ResultT")
@@ -72,15 +72,16 @@ class IsolatedReward:
             Thread(target=_work, args=(worker, self._jobs), name=f"reward {settings.part}", daemon=True).start()
 
     def begin(self) -> Future[None]:
-        """Start a process. The future raises ConfigurationError if the reward cannot be made."""
+        """Start a process of the reward. The future ends when it is ready, and raises ConfigurationError if the reward
+        cannot be made."""
         return self._submit(self._begin)
 
     def check(self, answer: Any) -> None:
-        """See `Reward.check`."""
+        """Check in a process that completions can be compared with `answer`; see `Reward.check`."""
         self._submit(lambda worker: self._ask(worker, "check", answer)).result()
 
     async def grade(self, inputs: RewardInput) -> dict[str, float]:
-        """Return the reward by its label.
+        """Return the reward of a completion, in a dictionary under the reward's label.
 
         Raises:
             RolloutFailed: `bad_answer`, `reward_error`, `reward_invalid`, `reward_timeout` or `reward_died`.
@@ -161,20 +162,22 @@ def _closed() -> RolloutFailed:
 
 
 class Grader(Protocol):
-    """A reward as `Rewards` calls it: in this process, in another, or a judge. Safe to share between threads and event
-    loops."""
+    """The interface through which `Rewards` calls a reward: one in this process, one in other processes, or a judge.
+
+    It is safe to share between threads and event loops.
+    """
 
     weights: dict[str, float]
-    """Weights by the labels that `grade` returns."""
+    """Factors of the rewards in the weighted sum, by the labels that `grade` returns."""
 
     def check(self, answer: Any) -> None:
-        """See `Reward.check`."""
+        """Check that completions can be compared with `answer`; see `Reward.check`."""
 
     async def grade(self, inputs: RewardInput) -> Mapping[str, float]:
-        """Return rewards by label. Raises RolloutFailed."""
+        """Return the rewards of a completion by label. Raises RolloutFailed."""
 
     def close(self) -> object:
-        """End processes and connections."""
+        """End the processes and connections of the reward."""
 
 
 class ImmediateReward:
@@ -288,7 +291,7 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
 
 
 def reward_sources(settings: Sequence[RewardSettings]) -> dict[str, str]:
-    """Digests and versions, by name, of the code and files that grades depend on besides the settings.
+    """Return the digests and versions, by name, of the code and files that grades depend on besides the settings.
 
     They are equal on all machines with the same code and the same files beside the recipe.
 
@@ -301,6 +304,6 @@ def reward_sources(settings: Sequence[RewardSettings]) -> dict[str, str]:
 
 
 def reward_columns(settings: Sequence[RewardSettings]) -> list[str]:
-    """Names of the row's columns that the rewards need, besides the answer."""
+    """Return the names of the dataset's columns that the rewards need, besides the answer."""
     named = [REWARDS[each.name].columns(each.own()) for each in settings]
     return [column for columns in named for column in columns]

@@ -24,10 +24,12 @@ from armature.components.rewards.reward import (
 from armature.components.rewards.text import accepted_texts
 
 MEMORY = 4 * 2**30
-"""Limit on the process's address space in bytes: math-verify would evaluate towers of powers until memory ends."""
+"""Limit on the process's address space in bytes. Without it, math-verify evaluates towers of powers until memory is
+full."""
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-"""A word of prose. An expression alone has none: the commands of LaTeX begin with a backslash."""
+"""Pattern of a word of prose. An expression without prose has no match, because LaTeX commands begin with a
+backslash."""
 
 
 class MathSettings(ExtractingSettings, CpuBoundSettings):
@@ -98,14 +100,14 @@ class Math(Reward[MathSettings]):
         return bool(self._library.verify(right, expression, timeout_seconds=None))
 
     def _expression(self, text: str) -> list[Any]:
-        """Parse a text that is one expression as a whole.
+        """Parse a text that consists of one expression and nothing else.
 
-        Add dollar signs where it has no math delimiters: without them, math-verify recognizes numbers only.
+        If the text has no math delimiters, add dollar signs: without delimiters, math-verify recognizes numbers only.
         """
         delimited = any(sign in text for sign in ("$", "\\boxed", "\\(", "\\["))
         return ([] if delimited else self._parsed(f"${text}$")) or self._parsed(text)
 
     def _parsed(self, text: str) -> list[Any]:
-        """Return math-verify's list: the expressions in the text, then the text of the last one."""
+        """Return the list that math-verify makes of a text: the expressions in it, then the text of the last one."""
         expressions: list[Any] = self._library.parse(text, parsing_timeout=None)
         return expressions

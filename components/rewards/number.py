@@ -23,7 +23,7 @@ from armature.components.rewards.reward import (
 # fraction is written 1/2 and a power 2^3.
 _SUPERSCRIPT = re.compile("[\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u207a\u207b]+")
 _AFTER_WHOLE = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
-"""The place between a whole number and a fraction that is one character, as in 1½."""
+"""Pattern of the place between a whole number and a fraction that is one character, such as between 1 and ½ in 1½."""
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2012\u2013\u2212\u02d7\u2796", "-"),
@@ -143,7 +143,8 @@ def _normalized(text: str) -> str:
 
 
 def _exponent(match: re.Match[str]) -> str:
-    """Keep the exponent of a number; one of a unit or a variable is not a number."""
+    """Return the replacement of a matched exponent: the exponent if its base is a number, or else a space. The exponent
+    of a unit or a variable must not be read as a number."""
     exponent = (match[1] or match[2]).replace(" ", "")
     of_number = match.start() > 0 and match.string[match.start() - 1].isdigit()
     return f"^{exponent}" if of_number and exponent[-1:].isdigit() else " "

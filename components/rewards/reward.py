@@ -33,7 +33,7 @@ class NamedReward(Settings):
 
     @property
     def part(self) -> str:
-        """The key of this reward in a turn's `reward_parts`."""
+        """Key under which a turn's `reward_parts` has this reward: the label, or the name if there is no label."""
         return self.label or self.name
 
 
@@ -144,8 +144,8 @@ class Reward(ABC, Generic[SettingsT]):
 
     @staticmethod
     def sources(settings: Any) -> dict[str, str]:
-        """Return a digest or version by name for everything that affects a grade, except settings and this module's
-        code.
+        """Return the digests and versions, by name, of everything that affects a grade, except the settings and the
+        code of the reward's module.
 
         Raises:
             ConfigurationError: a file or package is missing.
@@ -154,7 +154,7 @@ class Reward(ABC, Generic[SettingsT]):
 
     @staticmethod
     def columns(settings: Any) -> tuple[str, ...]:
-        """Names of the row's columns that `grade` needs, besides the answer."""
+        """Return the names of the dataset's columns that `grade` needs, besides the answer."""
         return ()
 
     def check(self, answer: Any) -> None:
@@ -170,8 +170,8 @@ class Reward(ABC, Generic[SettingsT]):
         """Return the reward of a completion.
 
         Raises:
-            RolloutFailed: with the reason `bad_answer` as from `check`. In a process, every other exception becomes
-                `reward_error`.
+            RolloutFailed: the reason is `bad_answer` if `check` would fail. Any other exception in a process of the
+                reward becomes a RolloutFailed with the reason `reward_error`.
         """
 
 
@@ -179,7 +179,7 @@ class Reward(ABC, Generic[SettingsT]):
 
 
 def sources_of(settings: NamedReward) -> dict[str, str]:
-    """Digests and versions, by name, of the code and files that grades with these `settings` depend on.
+    """Return the digests and versions, by name, of the code and files that grades with these `settings` depend on.
 
     Raises:
         ConfigurationError: a file or package that the settings name is missing.
@@ -191,7 +191,7 @@ def sources_of(settings: NamedReward) -> dict[str, str]:
 # --- The graded part of a completion ---
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
-"""Pattern of the names of a part that `extracted` accepts."""
+"""Pattern of the values of `extract`, which name a part of a completion."""
 UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 """Ranges of Japanese, Chinese and Korean characters: these scripts put no space before a letter or a number."""
 _SCRIPT_CHANGE = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[{UNSPACED}])")
@@ -260,6 +260,6 @@ def last_boxed(completion: str) -> str | None:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Return the last match of `pattern` in `text`, or None."""
+    """Return the last match of `pattern` in `text`, or None if there is no match."""
     last = deque(pattern.finditer(text), maxlen=1)
     return last[0] if last else None

@@ -72,7 +72,7 @@ class ExactMatch(Reward[ExactMatchSettings]):
 
 
 def accepted_texts(answer: Any) -> list[str]:
-    """Return the accepted answers of a row, one or several, as texts.
+    """Return the accepted answers of a row as texts. `answer` is one text or number, or a list of them.
 
     Raises:
         BadAnswer: there is no answer, or an answer is empty or neither a text nor a number.
@@ -90,7 +90,8 @@ def accepted_texts(answer: Any) -> list[str]:
 
 
 def normalized(text: str, *, ignore_case: bool = True, ignore_punctuation: bool = True) -> str:
-    """Return a normalized text, so that equivalent texts compare equal.
+    """Normalize a text, so that equivalent texts compare equal: Unicode (NFKC), whitespace, and optionally case and the
+    punctuation at both ends.
 
     Example:
         >>> normalized(" The  Red House. ")

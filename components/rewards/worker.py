@@ -25,7 +25,7 @@ from armature.components.rewards.reward import (
 )
 
 Answer = float | tuple[str, str]
-"""The reward of a completion, or the reason and the detail of a failure."""
+"""A reply to `IsolatedReward`: the reward of a completion, or the reason and the detail of a failure."""
 
 
 class CpuTimeSpent(BaseException):
@@ -43,7 +43,8 @@ class RewardHandler:
         self._sources = sources_of(validated)
 
     def begin(self) -> dict[str, str]:
-        """Return `sources_of` the reward, so that the caller notices when its code changes."""
+        """Return the digests and versions of the reward's code (see `sources_of`), so that the caller notices when the
+        code changes."""
         return self._sources
 
     def check(self, answer: Any) -> Answer:
@@ -55,7 +56,8 @@ class RewardHandler:
         return 0.0
 
     def grade(self, completion: str, answer: Any, row: Mapping[str, Any]) -> Answer:
-        """Grade a completion; one that uses up its CPU time gets 0."""
+        """Return the reward of a completion, or the reason of a failure. A completion whose grade takes too much CPU
+        time gets 0."""
         try:
             with cpu_limit(self._cpu_seconds):
                 return _finite(self._reward.grade(RewardInput(completion, answer, row)))

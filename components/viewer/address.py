@@ -16,13 +16,13 @@ from armature.components.artifacts.disk import try_lock
 from armature.components.contracts.files import regular
 
 RECORD = "view.json"
-"""File in the store with the viewer's address. The viewer holds a lock on it as long as it runs."""
+"""Name of the file in the store that has the viewer's address. The viewer holds a lock on it as long as it runs."""
 
 
 @contextmanager
 def announced(store: Path, address: str) -> Iterator[None]:
-    """Publish the address of the page of `store` while the block runs. If there are several viewers, the first
-    counts."""
+    """Publish `address`, the address of the viewer's page of `store`, while the block runs. If several viewers serve
+    the store, the address of the first one is published."""
     file = store / RECORD
     try:
         record = file.open("a")
@@ -43,7 +43,8 @@ def announced(store: Path, address: str) -> Iterator[None]:
 
 
 def viewer_address(store: Path) -> str | None:
-    """Return the address of the page of `store`, without its token, or None if no viewer on this machine serves it."""
+    """Return the address of the viewer's page of `store`, without the token. Return None if no viewer on this machine
+    serves the store."""
     with suppress(OSError, ValueError, KeyError, TypeError), regular(store / RECORD).open() as record:
         try:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)

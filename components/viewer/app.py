@@ -59,7 +59,8 @@ ASK = """<!doctype html>
 class Guard:
     """Middleware that admits requests with the viewer's token: in the address, in a cookie or as a bearer token.
 
-    A token in the address is stored in a cookie. A link without the token, such as `/?run=...`, shows a form for it.
+    A token in the address is stored in a cookie. A link without the token, such as `/?run=...`, shows a form that asks
+    for the token.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -90,7 +91,8 @@ class Guard:
 
 
 def _run(request: Request) -> str:
-    """Return the beginning of a fingerprint that the link names in `run`; empty if it has another form."""
+    """Return the query parameter `run` of a link, which is a run's fingerprint or the beginning of one. Return "" if
+    the parameter has another form."""
     run = request.query_params.get("run", "")
     return run if re.fullmatch("[0-9a-f]{1,64}", run) else ""
 
@@ -123,12 +125,13 @@ HOSTS = ["127.0.0.1", "localhost"]
 REFRESH = 0.5
 """Seconds between two reads of the store. The page asks every second, so new rows are shown within two seconds."""
 ROBOT_PAGES = "armature.components.robots.pages"
-"""Module that answers requests about runs of robot policies, by name, because only robots import robots."""
+"""Name of the module that answers requests about runs of robot policies. It is imported by name, because only the
+package `robots` may import `robots`."""
 
 
 class ViewServer:
-    """Answers the page's requests from an artifact store. A thread keeps reading the store, so that the page follows
-    running runs."""
+    """Answers the page's requests from an artifact store. A thread reads the store again and again, so that the page
+    shows new steps of running runs."""
 
     def __init__(self, store: Path) -> None:
         self.store = store.resolve()
@@ -158,7 +161,8 @@ class ViewServer:
             self._closing.wait(REFRESH)
 
     def runs(self, request: Request) -> Any:
-        """Return all runs, newest first, and the files that could not be read."""
+        """Return all runs, newest first, the revision of the index, and the files that could not be read with the
+        reasons."""
         counts = self.index.counts()
         no_counts: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "heldout_steps": []}
         all_runs, problems = find_runs(self.store), self.index.problems | self._fault
@@ -181,7 +185,7 @@ class ViewServer:
         return {"runs": runs, "revision": self.index.revision, "problems": problems}
 
     def history(self, request: Request) -> Any:
-        """Return the metrics of the steps, thinned out if there are many, and the charts that show them."""
+        """Return the metrics of a run's steps, thinned out if there are many, and the charts that show them."""
         curves = training_curves(self._run(request).history())
         return {"panels": curves.panels, "rows": curves.rows}
 
@@ -227,7 +231,7 @@ class ViewServer:
         return FileResponse(page, media_type="text/html", filename=name)
 
     def changes(self, request: Request) -> Any:
-        """Return how a task was answered over the steps of a run, in its held-out set and in its evaluations."""
+        """Return the answers to a task at each step of a run, in its training, its held-out set and its evaluations."""
         run = self._run(request)
         runs = [run.fingerprint, *evaluations_of(run, find_runs(self.store))]
         return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}
@@ -269,7 +273,7 @@ def _robot_pages() -> Any:
 
 
 def view_app(server: ViewServer, token: str) -> Starlette:
-    """Return the web application. It reads the store as long as it runs."""
+    """Return the viewer's web application. It starts `server` when it starts, and closes it when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -329,7 +333,7 @@ class BadQuestion(ValueError):
 
 
 def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
-    """Validate query parameters.
+    """Return query parameters as an instance of `model`, which validates them.
 
     Raises:
         BadQuestion: a parameter is unknown or its value is out of bounds.
@@ -342,7 +346,7 @@ def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
 
 
 def _step(text: str) -> int:
-    """Parse the number of a step.
+    """Return the number of a step, parsed from `text`.
 
     Raises:
         DataError: the text is not the number of a possible step.
@@ -357,7 +361,8 @@ def _query(request: Request, without: Collection[str] = ()) -> Query:
 
 
 def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
-    """Return the episode counts of a robot's training; an unreadable table is added to `problems`."""
+    """Return the episode counts of a robot policy's training. If they cannot be read, add the reason to `problems` and
+    return {}."""
     try:
         return _robot_pages().episode_counts(run)
     except Exception as error:
@@ -378,8 +383,8 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
     """Serve the page of a store on loopback until interrupted.
 
     Args:
-        port: 0 takes a free port.
-        ready: called with the page's address, token included, once the page can be opened.
+        port: port to listen on; 0: any free port.
+        ready: called with the page's address, including the token, once the page can be opened.
 
     Raises:
         ConfigurationError: the store does not exist, or the port is in use.

@@ -33,12 +33,12 @@ STAGES = (TRAINING, EVALUATION, ROBOT_TRAINING, ROBOT_EVALUATION)
 UNTITLED = "?"
 HISTORY = "history.jsonl"
 MOST_STEPS = 2**53
-"""Largest number of steps of a run. JavaScript cannot represent every larger integer."""
+"""Largest number of steps of a run that the viewer shows. JavaScript cannot represent every larger integer."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training or an evaluation in the store, named by the fingerprint of its artifact."""
+    """A training or an evaluation in the store. Its name is the fingerprint of its artifact."""
 
     store: Path
     stage: str
@@ -57,7 +57,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Title in the list: environment and model of a training, splits of an evaluation, suites of a robot's run."""
+        """Title of the run in the list of runs: environment and model of a training, splits of an evaluation, or suites
+        of a robot policy's run."""
         settings = self.settings
         if self.stage == TRAINING:
             return f"{settings['environment']['name']}, {settings['model']['source']}"
@@ -69,7 +70,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Number of steps that a training is to make; None for an evaluation."""
+        """Number of steps that a training is configured to make; None for an evaluation."""
         return self.settings["trainer"]["max_steps"] if self.stage in (TRAINING, ROBOT_TRAINING) else None
 
     @property
@@ -85,21 +86,23 @@ class Run:
         return 0
 
     def rollouts(self, source: str, step: int) -> Path:
-        """Return the folder with the rollout tables of a step, or of its held-out set; for an evaluation, its
-        artifact."""
+        """Return the folder with the rollout tables of `step`. For an evaluation, this is its artifact.
+
+        `source` is "train" for the rollouts that the step trained on, or "heldout" for its held-out set.
+        """
         if self.stage == EVALUATION:
             return self.artifact
         return self.store / ("evaluations" if source == "heldout" else "rollouts") / f"{self.fingerprint}-{step:05d}"
 
     def robot_steps(self) -> dict[int, Path]:
-        """Return the folders with the rollouts of a robot policy, by step."""
+        """Return the folders with the rollouts of a robot policy's training, by step."""
         folders = (self.store / "robot-rollouts").glob(f"{glob.escape(self.fingerprint)}-[0-9]*")
         numbers = {folder.name.rpartition("-")[2]: folder for folder in folders if folder.is_dir()}
         return {int(number): folder for number, folder in numbers.items() if number.isdecimal() and len(number) < 10}
 
     def batch(self, step: int) -> Path | None:
-        """Return the folder with the training samples of a step, or None. A skipped batch has a folder without
-        samples."""
+        """Return the folder with the training samples of a step, or None if there is no such folder. If the step's
+        batch was skipped, the folder has no samples."""
         folder = self.store / "batches" / f"{self.fingerprint}-{step:05d}"
         skipped = folder.with_name(f"{folder.name}-skipped")
         return next((each for each in (skipped, folder) if each.is_dir()), None)
@@ -110,7 +113,7 @@ class Run:
         return self.store / "workspaces" / f"{self.stage}-{self.fingerprint}"
 
     def log_ratios(self, step: int) -> Path:
-        """Return the file with the log ratios of a step's trained tokens. It may be missing."""
+        """Return the path of the table with the log-ratios of a step's trained tokens. The file may be missing."""
         return ratios_file(self.workspace, step)
 
     def history(self) -> list[dict[str, float]]:
@@ -130,7 +133,7 @@ class Run:
             raise DataError(f"the metrics of the steps cannot be read: {error!s:.200}", where=str(file)) from error
 
     def tokenizer(self) -> Path | None:
-        """Return a folder with the `tokenizer.json` of the run's model, or None."""
+        """Return a folder with the `tokenizer.json` of the run's model, or None if there is no such folder."""
         folders = [self.artifact / CHECKPOINT] if self.stage == TRAINING else []
         if "model" in self.inputs and self.inputs["model"].is_dir():
             with suppress(DataError):  # the checkpoint that the run began with has changed since
@@ -138,12 +141,12 @@ class Run:
         return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
     def tasks(self) -> Path | None:
-        """Return the folder of the artifact with the run's tasks, or None."""
+        """Return the folder of the artifact with the run's tasks, or None if it is not known."""
         return self.inputs.get("tasks")
 
 
 def find_runs(store: Path) -> list[Run]:
-    """Return all trainings and evaluations in `store`, newest first; unreadable ones are left out."""
+    """Return all trainings and evaluations in `store`, newest first. Runs that cannot be read are left out."""
     runs: dict[tuple[str, str], Run] = {}
     for stage in STAGES:
         for file in (store / "workspaces").glob(f"{stage}-*/{STARTED}"):
@@ -157,10 +160,11 @@ def find_runs(store: Path) -> list[Run]:
 
 
 def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the evaluations of a training by fingerprint, as "before training" or "after training".
+    """Return the evaluations in `runs` that belong to the training `run`, by fingerprint. The values are "before
+    training" or "after training".
 
-    An evaluation belongs to the training if it evaluated the trained weights, or the weights that the training began
-    with on the same tasks.
+    An evaluation belongs to the training if it evaluated the trained weights. It also belongs to it if it evaluated,
+    on the same tasks, the weights that the training began with.
     """
     stages = {TRAINING: (EVALUATION, "model"), ROBOT_TRAINING: (ROBOT_EVALUATION, "policy")}
     if run.stage not in stages:
@@ -195,13 +199,15 @@ def _add(runs: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint:
 # --- One group of rollouts in full ---
 
 MEDIA = {media: name.lower() for media, name in FORMATS.items()}
-"""Suffix of an image's address by its media type."""
+"""File name suffix in an image's address, by the image's media type."""
 _decoder = lru_cache(maxsize=8)(token_decoder)
 
 
 def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str, Any]:
-    """Return a group of rollouts as JSON for the page: `trajectories` with every token, image, reward and advantage,
-    `failures`, the text of the `tokens`, the `images`, and the `task`.
+    """Return a group of rollouts as a JSON document for the page.
+
+    It has the `trajectories` with every token, image, reward and advantage, the `failures`, the text of each token id
+    in `tokens`, the addresses and sizes of the `images`, and the payload of the `task`.
 
     Raises:
         DataError: the tables cannot be read or have no such group.
@@ -237,7 +243,8 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
 
 
 def task_payload(tasks: Path | None, task_id: str) -> Any:
-    """Return the payload of a task, which usually has the right answer; None without the tasks' artifact.
+    """Return the payload of a task, which usually has the right answer. Return None if `tasks`, the folder of the tasks
+    artifact, is None or lacks the task.
 
     If the payload cannot be shown, for example because it nests too deeply, the reason is returned instead.
     """

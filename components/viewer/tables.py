@@ -27,7 +27,7 @@ from armature.components.rollouts.batches.ratios import RATIOS_FOLDER
 FILES_AT_ONCE = 64
 MEMORY = "1GB"
 SPILL = "armature-view-"
-"""First part of the temporary folder's name; the process id follows."""
+"""First part of the name of an index's temporary folder. The process id follows it."""
 
 _TABLES = """
 CREATE TABLE rollouts (
@@ -69,7 +69,10 @@ FROM {_FILES} GROUP BY filename, trajectory_id
 
 
 class RolloutTables:
-    """Reads a store's tables into the database; thread safe. `revision` grows with every added or removed table."""
+    """Reads the tables of a store into a DuckDB database. It is thread safe.
+
+    `revision` grows whenever tables were added or removed.
+    """
 
     def __init__(self, store: Path) -> None:
         self.store = store
@@ -95,7 +98,7 @@ class RolloutTables:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Entries of the store that cannot be listed or read: the reason by path."""
+        """For each folder or file of the store that cannot be listed or read, the reason, by path."""
         return {**self._unlisted, **self._unread}
 
     def close(self) -> None:
@@ -138,7 +141,8 @@ class RolloutTables:
         return bool(gone or new)
 
     def _tables(self) -> dict[str, tuple[int, int]]:
-        """Return each folder with rollout tables and each table of ratios, with its inode and modification time."""
+        """Return the paths of all folders with rollout tables and of all tables of log-ratios in the store. The values
+        are the inode and the modification time in nanoseconds."""
         tables: dict[str, tuple[int, int]] = {}
         problems: dict[str, str] = {}
         for parent in ("rollouts", "evaluations", "evaluate"):
@@ -155,7 +159,8 @@ class RolloutTables:
         self._unread.pop(path, None)
 
     def _read(self, paths: list[str]) -> None:
-        """Read the tables of `paths` together. If one of them cannot be read, read each separately."""
+        """Read the tables of all `paths` together. If that fails, read them one by one, and record which of them cannot
+        be read."""
         try:
             self._insert(paths)
         except duckdb.FatalException:
@@ -195,10 +200,10 @@ class RolloutTables:
 
 
 def _literal(*parts: str) -> str:
-    """Return a DuckDB file pattern that matches exactly this file.
+    """Return a DuckDB file pattern that matches only the file whose path consists of `parts`.
 
     Raises:
-        OSError: it is not a regular file.
+        OSError: this is not a regular file.
     """
     return glob.escape(str(regular(Path(*parts))))
 
@@ -206,7 +211,8 @@ def _literal(*parts: str) -> str:
 def _listed(
     folder: Path, wanted: Callable[[os.DirEntry[str]], bool], problems: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Return the wanted entries of `folder` with inode and modification time, which change when one is made again.
+    """Return the entries of `folder` for which `wanted` is true, by path. The values are the inode and the modification
+    time in nanoseconds, which show that an entry has been replaced.
 
     Entries that cannot be read are added to `problems` with the reason.
     """
@@ -240,7 +246,7 @@ def _reason(error: Exception) -> str:
 
 
 def _remove_abandoned() -> None:
-    """Remove the temporary folders of indexes whose process was killed."""
+    """Remove the temporary folders that indexes of killed processes have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{SPILL}*-*"):
         process = folder.name.removeprefix(SPILL).partition("-")[0]
         if process.isdecimal() and not psutil.pid_exists(int(process)):
@@ -248,7 +254,7 @@ def _remove_abandoned() -> None:
 
 
 TIMES, ANSWERS = 2000, 8
-"""Limits of `changes`: at most `TIMES` plays of a task, and at most `ANSWERS` different answers per play."""
+"""Limits of the result of `RolloutIndex.changes`: at most `TIMES` rows, and at most `ANSWERS` answers in a row."""
 _ORDERS = {
     "order": "step, group_id, trajectory_id",
     "newest": "step DESC, group_id, trajectory_id",
@@ -263,7 +269,7 @@ LAST_STEP = 2**31 - 1
 Number = Annotated[int, Field(ge=0, le=LAST_STEP)]
 Order = Literal["order", "newest", "reward-", "reward+", "length-", "surprise+", "ratio-"]
 Source = Literal["train", "heldout", "evaluation"]
-"""Origin of rollouts: training steps, held-out tasks between steps, or an evaluation."""
+"""Origin of rollouts: the training steps, the held-out set between steps, or an evaluation."""
 
 
 class Query(BaseModel):
@@ -295,15 +301,15 @@ class Side:
 
 
 class RolloutIndex(RolloutTables):
-    """Answers the page's searches from the tables that were read so far."""
+    """Answers the page's searches in rollouts from the tables that have been read so far."""
 
     def __init__(self, store: Path) -> None:
         super().__init__(store)
         self._counts: tuple[int, dict[str, dict[str, Any]]] = (-1, {})
 
     def search(self, run: str, query: Query) -> dict[str, Any]:
-        """Return the number of matching rollouts (`total`), their mean reward (`mean`) and one page of them
-        (`rows`)."""
+        """Search the rollouts of a run. Return the number of matching rollouts (`total`), their mean reward (`mean`),
+        and the part of them that `query.offset` and `query.limit` select (`rows`)."""
         where, values = _conditions(run, query)
         ratio, joined = "NULL", ""
         if query.sort == "ratio-":
@@ -327,7 +333,8 @@ class RolloutIndex(RolloutTables):
         return {**totals[0], "rows": [row for row in rows if row["trajectory_id"] is not None]}
 
     def failures(self, run: str, query: Query) -> dict[str, Any]:
-        """Return the run's failed rollouts, counted by reason, and one page of them in full."""
+        """Search the failed rollouts of a run. Return the number of matching ones (`total`), their numbers by reason
+        (`reasons`), and the part of them that `query.offset` and `query.limit` select (`rows`)."""
         where, values = _conditions(run, query, texts=("reason", "detail"), rewards=False)
         reasons = self._rows(
             f"SELECT reason, count(*) AS count FROM failures WHERE {where} GROUP BY reason ORDER BY count DESC, reason",
@@ -341,8 +348,11 @@ class RolloutIndex(RolloutTables):
         return {"total": sum(row["count"] for row in reasons), "reasons": reasons, "rows": rows}
 
     def tasks(self, run: str, query: Query) -> dict[str, Any]:
-        """Return the run's tasks with the number of rollouts, the mean reward, and the groups without any difference in
-        reward, from which nothing can be learned."""
+        """Return the tasks of a run: their number (`total`), and one page of them (`rows`), lowest mean reward first.
+
+        A row has the task's number of rollouts, their mean reward, its number of groups, and the number of groups whose
+        rewards are all equal, from which nothing can be learned (`equal_groups`).
+        """
         where, values = _conditions(run, query)
         grouped = f"""
             WITH groups AS (
@@ -360,9 +370,9 @@ class RolloutIndex(RolloutTables):
         return {"total": total, "rows": rows}
 
     def changes(self, runs: Sequence[str], task: str) -> list[dict[str, Any]]:
-        """Return how a task was answered over the steps, with the mean reward each time.
+        """Return the answers to a task in several runs: one row for each run, source and step, with the mean reward.
 
-        `answers` are the most frequent answers, each with its count and one rollout that gave it.
+        In a row, `answers` are the most frequent answers, each with its count and one rollout that gave it.
         """
         return self._rows(
             f"""WITH answered AS (
@@ -379,9 +389,12 @@ class RolloutIndex(RolloutTables):
         )
 
     def compare(self, first: Side, second: Side, query: Query) -> dict[str, Any]:
-        """Return the tasks that both sides played, those with the largest difference in mean reward first.
+        """Compare two sets of rollouts on the tasks that both have played.
 
-        Each row has the newest answer of either side and its place: `first_step`, `first_group` and so on.
+        Return the number of these tasks (`total`), the number on which the second set has a higher mean reward
+        (`better`) or a lower one (`worse`), and one page of the tasks (`rows`). The tasks with the largest difference
+        in mean reward come first. A row has, for both sets, the mean reward, the newest answer, and the step and group
+        of this answer: `first_step`, `first_group` and so on.
         """
         conditions = [
             _conditions(
@@ -418,8 +431,8 @@ class RolloutIndex(RolloutTables):
         return {"total": total, "better": better, "worse": worse, "rows": rows}
 
     def counts(self) -> Mapping[str, dict[str, Any]]:
-        """Return for each run the numbers of rollouts and failures, the newest step and the steps with an
-        evaluation."""
+        """Return, by run, the number of rollouts, the number of failures, the newest step, and the steps at which the
+        held-out set was played."""
         revision = self.revision
         if self._counts[0] != revision:
             rows = self._rows(
@@ -440,7 +453,12 @@ class RolloutIndex(RolloutTables):
 def _conditions(
     run: str, query: Query, texts: tuple[str, ...] = ("completion",), rewards: bool = True
 ) -> tuple[str, list[Any]]:
-    """Return the WHERE clause of a query and its values in order."""
+    """Return the conditions of a query as an SQL text for a WHERE clause, and the values of its parameters in order.
+
+    Args:
+        texts: columns that are searched for `query.find`, in addition to the ids of task and trajectory.
+        rewards: True if the table has rewards and splits to filter by.
+    """
     conditions: list[str] = ["run = ?"]
     values: list[Any] = [run]
     asked: list[tuple[str, Any]] = [

@@ -27,24 +27,25 @@ from armature.components.rewards.judge.settings import JudgeSettings
 LARGEST_REPLY = 2**22
 """Largest accepted response, in bytes."""
 FIRST_WAIT = 0.5
-"""Seconds to wait after the first failed attempt; doubled after each further one."""
+"""Seconds to wait after the first failed attempt. The wait doubles after each further attempt."""
 MOST_AT_ONCE = 32
-"""Most requests in flight; fewer after the server has answered 429."""
+"""Most requests in flight to a judge. The limit is lower for a time after the server has answered 429."""
 TOO_MANY = 429
 AGAIN = frozenset({408, 409, 425, TOO_MANY})
-"""Statuses below 500 after which another attempt may succeed."""
+"""HTTP statuses below 500 after which another attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """A judge's reply, and the tokens of question and reply together as the server counted them."""
+    """The text of a judge's reply. `tokens` is the server's count of the tokens in question and reply together."""
 
     text: str
     tokens: int
 
 
 class _RetryableError(Exception):
-    """This attempt failed, but another may succeed. `wait`: seconds that the server asks to wait."""
+    """This attempt failed, but another may succeed. `wait` is the number of seconds that the server asks to wait, or
+    0."""
 
     def __init__(self, reason: str, detail: str, wait: float = 0.0) -> None:
         super().__init__(detail)
@@ -52,7 +53,10 @@ class _RetryableError(Exception):
 
 
 class AdaptiveLimit:
-    """A limit on requests in flight that halves after each 429 and grows slowly with each success, as in TCP."""
+    """A limit on the number of requests in flight, used with `async with` around each request.
+
+    As in TCP, the limit halves after each response with status 429, and grows slowly with each success.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._limit, self._in_flight = most, float(most), 0
@@ -69,16 +73,19 @@ class AdaptiveLimit:
             self._changed.notify_all()
 
     def narrow(self) -> None:
-        """Halve the limit."""
+        """Halve the limit, after a response with status 429."""
         self._limit = max(1.0, self._limit / 2)
 
     def widen(self) -> None:
-        """Raise the limit by about one per `limit` successes."""
+        """Raise the limit a little, after a success: n successes at a limit of n raise it by about one."""
         self._limit = min(self._most, self._limit + 1 / self._limit)
 
 
 class JudgeClient:
-    """A client of one judge, for the event loop that made it. A Retry-After of the server delays all requests."""
+    """An HTTP client of one judge. It must be used in the event loop that made it.
+
+    If the server sends the header Retry-After, all requests are delayed.
+    """
 
     def __init__(self, settings: JudgeSettings, base_url: str, key: str) -> None:
         self._settings = settings
@@ -173,7 +180,8 @@ def _other_answer(content: bytes) -> _RetryableError:
 
 
 def _asked_to_wait(header: str) -> float:
-    """Return the seconds of a Retry-After header, which has a number or a date; 0 if it has neither."""
+    """Return the seconds to wait that a Retry-After header asks for, as a number or as a date. Return 0 if it has
+    neither."""
     try:
         return max(0.0, float(header)) if header.strip().isdigit() else _until(header)
     except (ValueError, TypeError, OverflowError):
@@ -187,7 +195,8 @@ def _until(date: str) -> float:
 
 
 def _proxy(url: str) -> str | None:
-    """Return the proxy that the environment variables name for `url`; None for loopback addresses."""
+    """Return the proxy that the environment variables name for `url`. Return None if there is no proxy for it, and for
+    loopback addresses."""
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.startswith("127.") or host == "::1" or proxy_bypass(host):
         return None
@@ -224,11 +233,11 @@ class ReplyCache:
             ) from error
 
     def key(self, body: Mapping[str, Any]) -> str:
-        """Return the digest of the address and a request."""
+        """Return the key of a request's reply: the digest of the judge's address and the request `body`."""
         return document_digest({"address": self._address, "body": dict(body)})
 
     def get(self, key: str) -> str | None:
-        """Return the cached reply, or None if it is missing or damaged."""
+        """Return the cached reply with this key, or None if it is missing or damaged."""
         try:
             text = json.loads(self._path(key).read_bytes())["reply"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -236,7 +245,8 @@ class ReplyCache:
         return text if isinstance(text, str) else None
 
     def keep(self, key: str, reply: str) -> None:
-        """Write a reply atomically. On a full disk the reply is not cached; the run continues."""
+        """Write a reply to the cache, atomically. If the disk is full, the reply is not cached and the run
+        continues."""
         path = self._path(key)
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)

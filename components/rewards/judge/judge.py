@@ -23,12 +23,14 @@ from armature.components.rewards.reward import BadAnswer, RewardInput, extracted
 # --- The question to a judge, and the grade in its reply ---
 
 _OF = re.compile(r"(?<=\d)\W{0,4}/\W{0,4}\d+(?:\.\d+)?")
-"""The "/10" of a grade such as 7/10."""
+"""Pattern of the "/10" in a grade such as 7/10."""
 _WORD = re.compile(r"[^\w]{0,20}(\w[\w-]{0,63})")
 
 
 def question(inputs: RewardInput, completion: str, template: str) -> str:
-    """Fill in the template's placeholders. Placeholders within inserted values are left as text.
+    """Return the question to the judge: the template with its placeholders filled in.
+
+    Text of the form {name} within an inserted value is not filled in.
 
     Raises:
         BadAnswer: the row lacks a column that the template names.
@@ -78,13 +80,14 @@ def _number(value: Any, settings: JudgeSettings) -> float | None:
 
 
 def _following(reply: str, marker: str) -> str | None:
-    """Return the text after the last `marker`, or None. An empty marker selects the whole reply."""
+    """Return the text of the reply after the last `marker`, or None if it has no `marker`. An empty marker selects the
+    whole reply."""
     _, separator, rest = reply.rpartition(marker) if marker else ("", "all", reply)
     return rest if separator else None
 
 
 def _value_of(reply: str, key: str) -> Any:
-    """Return the value of `key` in the last JSON object of the reply that has it."""
+    """Return the value of `key` in the last JSON object of the reply that has this key; None if there is none."""
     value = None
     for document in _objects(reply):
         value = document.get(key, value)
@@ -106,7 +109,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 CLOSING_SECONDS = 5.0
-"""Seconds that requests in flight may take to end when the judge is closed."""
+"""Seconds to wait for the end of requests in flight when the judge is closed."""
 
 
 class Judge:
@@ -135,7 +138,8 @@ class Judge:
 
     @staticmethod
     def sources(settings: JudgeSettings) -> dict[str, str]:
-        """Return nothing: model, template and address are settings already."""
+        """Return an empty dictionary: grades depend only on settings, such as the model, the template and the
+        address."""
         return {}
 
     @staticmethod
@@ -147,7 +151,7 @@ class Judge:
             raise BadAnswer("the template names the answer, which the row lacks")
 
     async def grade(self, inputs: RewardInput) -> dict[str, float]:
-        """Return the judge's grade and the tokens that it took, by label.
+        """Return the reward and the number of tokens spent on it, by label.
 
         Raises:
             RolloutFailed: `bad_answer`, `judge_timeout`, `judge_unavailable`, `judge_refused` or `judge_unreadable`.
@@ -169,9 +173,10 @@ class Judge:
         return {self._settings.part: grade, self._tokens: float(tokens)}
 
     async def _graded(self, body: dict[str, Any]) -> tuple[float, int]:
-        """Return the grade and the tokens spent, from the cache, from an equal question in flight, or from the server.
+        """Return the grade and the number of tokens spent on it, which is 0 if another request has paid for the reply.
 
-        A caller that stops waiting does not cancel the request: its reply is cached for the next caller.
+        The reply comes from the cache, from an equal question in flight, or from the server. If a caller stops waiting,
+        the request goes on, and its reply is cached for the next caller.
         """
         key = self._cache.key(body)
         reply = self._cache.get(key)
