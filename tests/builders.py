@@ -13,7 +13,8 @@ from armature.components.contracts.rollouts import Trajectory, Turn
 
 
 def make_turn(reward: float = 0.0, **changes: Any) -> Turn:
-    """A turn of one sampled token; lists of ids and log-probs become arrays of the right type."""
+    """Return a turn with one sampled token. `changes` replace fields; lists of token ids and log-probs are converted to
+    arrays of the right dtype."""
     fields: dict[str, Any] = {
         "index": 0,
         "prompt_token_ids": [5, 6],
@@ -40,13 +41,14 @@ def make_turn(reward: float = 0.0, **changes: Any) -> Turn:
 
 
 def make_trajectory(name: str, group: str, turns: Sequence[Turn], **changes: Any) -> Trajectory:
-    """A finished training episode of the environment "colors"."""
+    """Return the trajectory of a finished training episode in the environment "colors". `changes` replace fields."""
     fields = {"environment": "colors", "task_id": "t", "split": "train", "truncated": False} | changes
     return Trajectory(trajectory_id=name, group_id=group, turns=tuple(turns), **fields)
 
 
 def make_sample(name: str = "s", prompt: int = 2, completion: int = 2, **changes: Any) -> Sample:
-    """A sample of `prompt` tokens and then `completion` trained ones, whose ids count up from 5."""
+    """Return a sample of `prompt` tokens followed by `completion` trained tokens. The token ids are 5, 6, 7 and so on.
+    `changes` replace fields."""
     trained = np.arange(prompt + completion) >= prompt
     fields: dict[str, Any] = {
         "sample_id": name,
@@ -64,9 +66,9 @@ def make_sample(name: str = "s", prompt: int = 2, completion: int = 2, **changes
 
 
 def make_machine(base: Machine | None = None, **changes: Any) -> Machine:
-    """Return `base` with other settings, e.g. `trainer__gpus=(0,)`.
+    """Return the machine `base` with changed settings, written SECTION__KEY, such as `trainer__gpus=(0,)`.
 
-    A section's name is left out where only this section has such a key: `ready_timeout=5.0`.
+    The section can be left out if only one section has this key: `ready_timeout=5.0`.
     """
     values = (base or Machine()).model_dump()
     sections = [name for name, value in values.items() if isinstance(value, dict) and name != "cluster"]

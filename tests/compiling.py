@@ -13,10 +13,11 @@ import torch._dynamo
 
 @contextmanager
 def trace_only() -> Iterator[None]:
-    """Let layers become graphs, forward and backward, of torch's own kernels: making others takes a minute on a CPU.
+    """Inside the block, let torch.compile trace the forward and backward graphs of layers, but run them with torch's
+    own kernels. Compiling kernels takes a minute on a CPU.
 
-    Sizes of tensors are symbols, as ever. Numbers that a layer holds, such as the size of a head, are constants from
-    the start: torch makes symbols of them too, and most of the time goes into what follows from those.
+    As usual, the sizes of tensors are symbols in the graphs. The numbers that a layer stores, such as the size of a
+    head, are constants here. torch would make symbols of them too, which would take most of the time.
     """
     plain = torch.compile
 

@@ -40,19 +40,22 @@ os.environ.update(
 Command = Callable[..., "Done"]
 
 ON_ONE_WORKER = {"shared_server": r"\b(shared_server|joined_url)\b", "prefect_server": r"\bprefect_server\b"}
-"""Fixtures that take seconds to start. Files whose text matches the pattern run on one worker, so each starts once."""
+"""Fixtures that take seconds to start, with a pattern of their uses. All test files whose text matches the pattern run
+on the same worker, so that the fixture starts only once."""
 
 
 @cache
 def group_of(file: str) -> str:
-    """Name of the group of tests that a file runs with on one worker: the file, or a fixture of `ON_ONE_WORKER`."""
+    """Return the name of the group that a test file belongs to. It is the name of a fixture in `ON_ONE_WORKER` or the
+    file itself. All tests of a group run on the same worker."""
     text = Path(file).read_text()
     return next((fixture for fixture, pattern in ON_ONE_WORKER.items() if re.search(pattern, text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with the groups of `group_of`. xdist 3.8's own groups have no effect with pytest 9.2."""
+    """Make `--dist loadfile` keep the groups of `group_of` together, not only the tests of a file. The groups of xdist
+    3.8 itself have no effect with pytest 9.2."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByGroup(LoadFileScheduling):
@@ -64,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep imported modules out of garbage collection, which would take a quarter of the import time."""
+    """Turn garbage collection off while tests are imported. It would take a quarter of the import time."""
     gc.disable()
     try:
         return (yield)
@@ -78,10 +81,10 @@ def file_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order test files so that all workers stay busy, and give slow tests more time.
+    """Order test files so that all workers stay busy, and give slow tests a longer timeout.
 
-    Files with slow tests come first, so that none of them ends alone. Files marked as `waits` (for timeouts and
-    retries) are spread among them.
+    Files with slow tests come first, so that no worker still runs one when the others are done. Files marked as `waits`
+    mostly wait for timeouts and retries, so they are spread among the slow files.
     """
     for item in items:
         for fixture in ON_ONE_WORKER.keys() & getattr(item, "fixturenames", ()):
@@ -101,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`@pytest.mark.gpu(n)` needs n CUDA devices."""
+    """Skip a test that is marked as `@pytest.mark.gpu(n)` if this machine has fewer than n CUDA devices."""
     if marker := item.get_closest_marker("gpu"):
         import torch
 
@@ -122,9 +125,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def environment_of_one_test() -> Iterator[None]:
-    """Undo what a test leaves in `os.environ`: MLflow and `armature run` write addresses there.
+    """Restore `os.environ` after each test, because MLflow and `armature run` write addresses there.
 
-    Without this, a later test in the same process would ask the store of an earlier one.
+    Without this, a later test in the same process would use the MLflow store of an earlier test.
     """
     before = dict(os.environ)
     yield
@@ -135,7 +138,7 @@ def environment_of_one_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def secrets_of_one_test(monkeypatch) -> None:
-    """Forget the secrets of a test, which would otherwise be blanked in the errors of later tests."""
+    """Forget the secrets that a test registers. They would otherwise be blanked out in the errors of later tests."""
     from armature.components.contracts import errors
 
     monkeypatch.setattr(errors, "_forms", set(errors._forms))
@@ -152,7 +155,8 @@ class Done:
 
 @pytest.fixture
 def armature(tmp_path, monkeypatch, capsys) -> Command:
-    """The command `armature` in this process, in the test's folder."""
+    """Return a function that runs the command `armature` in this process, in the test's folder, and returns its
+    output."""
     from armature.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -168,7 +172,7 @@ def armature(tmp_path, monkeypatch, capsys) -> Command:
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    """Starting it takes about 15 s, so it is never started per test."""
+    """A Prefect server for all tests of a session, because starting one takes about 15 s."""
     from prefect.testing.utilities import prefect_test_harness
 
     with prefect_test_harness(server_startup_timeout=120):
@@ -177,14 +181,15 @@ def prefect_server() -> Iterator[None]:
 
 @pytest.fixture
 def hub(tmp_path) -> Iterator[HubServer]:
-    """A stand-in of the hub that huggingface_hub speaks to, with a cache of this test's own."""
+    """A stand-in for the Hugging Face hub that huggingface_hub uses in the test. Its cache is in the test's folder."""
     with serve_hub(tmp_path / "hub-cache") as served:
         yield served
 
 
 @pytest.fixture(scope="session")
 def empty_mlflow(tmp_path_factory) -> Path:
-    """A database with its tables made once; making them takes seconds."""
+    """The file of an empty MLflow database for the tests to copy. It is made once, because making its tables takes
+    seconds."""
     from mlflow import MlflowClient
 
     path = tmp_path_factory.mktemp("mlflow") / "empty.db"
@@ -194,7 +199,7 @@ def empty_mlflow(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tracking(tmp_path, monkeypatch, empty_mlflow) -> str:
-    """An empty MLflow of this test's own; the test's folder becomes the working folder."""
+    """The address of an empty MLflow database in the test's folder, which becomes the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mlflow.db").write_bytes(empty_mlflow.read_bytes())
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -204,8 +209,8 @@ def tracking(tmp_path, monkeypatch, empty_mlflow) -> str:
 
 @dataclass(frozen=True)
 class SharedServer:
-    """A model server to join: `machine.servers.endpoints=[url]`, with `key` in VLLM_API_KEY. It began with
-    `checkpoint`."""
+    """A running model server, which a pool joins with `machine.servers.endpoints=[url]` and `key` in VLLM_API_KEY. It
+    was started with `checkpoint`."""
 
     url: str
     key: str
@@ -213,7 +218,8 @@ class SharedServer:
 
 
 def real_server(log_folder: Path, key: str) -> VllmServer:
-    """One to join, not yet started, whose answers depend on nothing else that it is asked."""
+    """Return a vLLM server that has not been started yet. It is deterministic: an answer does not depend on other
+    requests."""
     from armature.components.inference.server import VllmServer
     from armature.components.inference.settings import ServerSettings
 
@@ -230,9 +236,10 @@ def real_server(log_folder: Path, key: str) -> VllmServer:
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory) -> Iterator[SharedServer]:
-    """One real vLLM server of a model with the sizes and the tokenizer of train-vlm/colors; starting it takes 40 s.
+    """One real vLLM server for all tests of a session, because starting it takes 40 s. Its model has the sizes and the
+    tokenizer of the recipe train-vlm/colors.
 
-    Its weights are those of whoever joined last; a pool that joins gives it its own.
+    A pool that joins the server loads its own weights into it.
     """
     from anyio.from_thread import start_blocking_portal
 
@@ -253,6 +260,6 @@ def shared_server(tmp_path_factory) -> Iterator[SharedServer]:
 
 @pytest.fixture
 def joined_url(shared_server, monkeypatch) -> str:
-    """The URL of the shared server, whose key is in the environment."""
+    """The URL of the shared server. Its key is in the environment variable VLLM_API_KEY."""
     monkeypatch.setenv("VLLM_API_KEY", shared_server.key)
     return shared_server.url

@@ -26,7 +26,10 @@ raises the error, where there is one.
 
 @dataclass(frozen=True, order=True)
 class Raised:
-    """One way to raise an error with `code`: its class, its sentence and its remedy, with … for what varies."""
+    """One place in the code that raises an error with `code`: the error's class, sentence and remedy.
+
+    Parts of the texts that vary are written {name} or ….
+    """
 
     code: str
     kind: str
@@ -35,7 +38,8 @@ class Raised:
 
 
 def text_of(node: ast.expr | None) -> str:
-    """Return the text of an expression; a part that varies is its name in braces, or … if it has none."""
+    """Return the text of a string expression. A part that varies is written as its name in braces, or as … if it has
+    no name."""
     match node:
         case ast.Constant(value=str() as text):
             return text
@@ -53,7 +57,8 @@ def text_of(node: ast.expr | None) -> str:
 
 
 def raised(tree: ast.AST) -> Iterator[Raised]:
-    """Every error with a code of a module: calls with `code=`, pydantic's custom errors, and classes."""
+    """Yield all errors with a code in a module's syntax tree: calls with `code=`, calls of PydanticCustomError, and
+    classes with an attribute `code`."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="PydanticCustomError"), args=[ast.Constant(value=str() as code), text, *_]):
@@ -70,7 +75,7 @@ def raised(tree: ast.AST) -> Iterator[Raised]:
 
 
 def all_raised() -> list[Raised]:
-    """Every error with a code of the product, sorted."""
+    """Return all errors with a code in the product's files, sorted."""
     files = tracked(*(f"{name}/*.py" for name in PRODUCT))
     return sorted({error for path in files for error in raised(ast.parse(Path(path).read_text()))})
 
@@ -80,7 +85,7 @@ EXPECTS = {"refused", "codes"}
 
 
 def expected_codes(tree: ast.Module, codes: set[str]) -> dict[str, str]:
-    """Return for each of `codes` that a test module expects the name of its first test that does.
+    """Return, for each of the `codes` that a test module expects, the name of the first test that expects it.
 
     A test expects codes if its body calls `refused` or `codes`, or compares an attribute `code`. The codes are the
     strings in its body, in its decorators, and in module constants and helpers that these name: codes of parametrized
@@ -122,7 +127,7 @@ def expected_codes(tree: ast.Module, codes: set[str]) -> dict[str, str]:
 
 
 def tests_of_codes(codes: set[str]) -> dict[str, str]:
-    """Return for each code a test that expects it, as `tests/file.py::name`, if there is one."""
+    """Return one test for each code that a test expects, by code. A test is written `tests/file.py::name`."""
     shown: dict[str, str] = {}
     for path in sorted(tracked("tests/**/test_*.py", "tests/test_*.py")):
         for code, name in expected_codes(ast.parse(path.read_text()), codes).items():
@@ -131,7 +136,7 @@ def tests_of_codes(codes: set[str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """Return the page; each code is one row."""
+    """Return the text of the page docs/errors.md. Its table has one row for each code."""
 
     def cell(texts: list[str]) -> str:
         distinct = dict.fromkeys(re.sub(r"\s+", " ", text).replace("|", r"\|") for text in texts if text)

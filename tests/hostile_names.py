@@ -10,4 +10,4 @@ HOSTILE_NAMES = (
 )
 
 EVERY_CHARACTER = "-a [v2] ** what? 50% %41 #1 &+=:;@!$x'\"~ {b} ,\u00e9e\u0301\\n `id` <q> | a::b\nfile:"
-"""All of them in one name, for what takes seconds."""
+"""One name with the special characters of all `HOSTILE_NAMES`, for tests that take seconds for each name."""

@@ -27,14 +27,15 @@ TOKEN = "hf_of_the_tests"
 
 @dataclass
 class Repository:
-    """`commits`: files by path; `branches` also has tags."""
+    """A repository of the hub. `commits` maps a commit to its files by path. `branches` maps a branch or tag to its
+    commit."""
 
     private: bool
     branches: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def commit(self, branch: str, files: Mapping[str, bytes]) -> str:
-        """`branch` with exactly these files."""
+        """Add a commit to `branch` that has exactly these files, and return its id."""
         content = json.dumps({name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())})
         commit = hashlib.sha1(f"{self.branches.get(branch)} {content}".encode()).hexdigest()
         self.commits[commit], self.branches[branch] = dict(files), commit
@@ -49,10 +50,10 @@ class Repository:
 
 @dataclass
 class HubServer:
-    """Contents of the hub, the requests it received, and the requests that are to fail.
+    """A stand-in for the Hugging Face hub: its repositories, the requests it received, and the requests that will fail.
 
-    `faults`: a regular expression over "METHOD path" and a status; each is used up by one request. Status 0 cuts the
-    connection.
+    `faults` are pairs of a regular expression and an HTTP status. The first request whose "METHOD path" matches the
+    expression gets the status, and the pair is removed. With status 0, the connection is cut.
     """
 
     url: str = ""
@@ -64,7 +65,7 @@ class HubServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, kind: str, name: str, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """A commit of a public repository."""
+        """Add a commit with `files` to a public repository, which is created if it is missing. Return its id."""
         return self.repositories.setdefault((kind, name), Repository(private=False)).commit(branch, files)
 
     def fault(self, request: str) -> int | None:
@@ -232,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Do not log requests."""
 
 
 class _Refused(Exception):
@@ -255,13 +256,16 @@ def _mode(file: Mapping[str, Any], known: Mapping[str, bytes]) -> dict[str, obje
 
 
 def _blob(data: bytes) -> str:
-    """Digest of a file as git computes it."""
+    """Return the id that git gives to a file with this content: its SHA-1 as a blob."""
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 @contextmanager
 def serve_hub(cache: Path) -> Iterator[HubServer]:
-    """A hub that huggingface_hub of this process speaks to, with its cache in a folder and without a token."""
+    """Run a stand-in for the hub while the block runs, and make huggingface_hub in this process use it.
+
+    huggingface_hub then has its cache in the folder `cache`, and no token.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 

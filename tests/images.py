@@ -20,17 +20,18 @@ XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%
 
 
 def noise(seed: Any, width: int = 56, height: int = 56) -> Image.Image:
-    """An RGB image of random pixels."""
+    """Return an RGB image of random pixels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
 def image_part(image: Image.Image) -> dict[str, Any]:
-    """The part of a chat message that holds the image, as OpenAI's API has it."""
+    """Return the image as a part of a chat message in the format of OpenAI's API."""
     return {"type": "image_url", "image_url": {"url": encode_png(image).url}}
 
 
 def scene(width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
-    """uint8 (height, width, 4), without symmetry; alpha from 0 to 255, with all between."""
+    """Return the RGBA pixels of an image without any symmetry, (height, width, 4) uint8. Alpha takes values from 0 to
+    255."""
     rows, columns = np.mgrid[:height, :width]
     red, green = 255 * columns // (width - 1), 255 * rows // (height - 1)
     blue = np.random.default_rng(0).integers(0, 256, (height, width))
@@ -45,7 +46,12 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> EncodedImage:
 
 
 def raw_png(width: int, height: int, depth: int, color: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> EncodedImage:
-    """A PNG of any bit depth and color type; `rows` without filter bytes, `chunks` before the pixels."""
+    """Return a PNG with any bit depth and color type.
+
+    Args:
+        rows: the bytes of all pixel rows, without PNG's filter bytes.
+        chunks: types and contents of further chunks, which are written before the pixels.
+    """
     size = len(rows) // height
     data = b"".join(b"\0" + rows[start : start + size] for start in range(0, len(rows), size))
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
@@ -72,7 +78,7 @@ def palette(alpha: bool) -> Image.Image:
 
 @cache
 def pillow_images() -> dict[str, Image.Image]:
-    """One image for each Pillow mode that has a defined conversion to 8-bit RGB."""
+    """Return one image for each Pillow mode that has a defined conversion to 8-bit RGB, by name."""
     rgba = Image.fromarray(scene())
     rgb = rgba.convert("RGB")
     sixteen = Image.fromarray(scene()[..., 2].astype(np.uint16) * 256 + scene()[..., 0])
@@ -89,7 +95,8 @@ def pillow_images() -> dict[str, Image.Image]:
 
 @cache
 def plain_images() -> dict[str, EncodedImage]:
-    """RGB, upright, without transparency: kept byte for byte."""
+    """Return images that are RGB, upright and without transparency, by name. Such images are stored unchanged, byte for
+    byte."""
     rgb = pillow_images()["RGB"]
     kinds = ("PNG", "JPEG", "WEBP")
     profile = b"\0" * 128  # what a decoder that ignores color profiles does not look at
@@ -112,7 +119,8 @@ def plain_images() -> dict[str, EncodedImage]:
 
 @cache
 def turned_images() -> dict[str, EncodedImage]:
-    """In every format with every orientation, of EXIF and of XMP."""
+    """Return images with an orientation other than upright, by name: in every format, and with every orientation in
+    EXIF or XMP."""
     images = pillow_images()
     turned = {
         f"{kind} {mode} EXIF {number}": encoded(images[mode], kind, exif=exif(number))
@@ -127,7 +135,7 @@ def turned_images() -> dict[str, EncodedImage]:
 
 @cache
 def other_images() -> dict[str, EncodedImage]:
-    """Upright, in modes other than RGB or with transparency."""
+    """Return upright images in modes other than RGB or with transparency, by name."""
     images, low = pillow_images(), scene()[..., 2]
     rgb, both = images["RGB"], np.repeat(scene()[..., 2:], 2, -1)
     bits = {depth: np.packbits(np.unpackbits(low[..., None], axis=-1)[..., :depth].reshape(HEIGHT, -1), axis=1)
@@ -171,7 +179,7 @@ def every_image() -> dict[str, EncodedImage]:
 
 @cache
 def refused_images() -> dict[str, tuple[EncodedImage, str]]:
-    """Images that no side is to see, each with the code of its error."""
+    """Return images that must be rejected, by name, each with the code of the error."""
     rgb = pillow_images()["RGB"]
     frames: dict[str, Any] = {"save_all": True, "append_images": [rgb.rotate(90)]}
     transparent = (b"tRNS", struct.pack(">HHH", 1, 2, 3))

@@ -1,4 +1,4 @@
-"""Which sockets of ours a stranger could reach."""
+"""Find listening sockets that other machines could connect to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import psutil
 
 
 def beyond_loopback(processes: Iterable[psutil.Process]) -> list[str]:
-    """Listening TCP sockets of `processes` that other machines could connect to, with their command."""
+    """Return the address and the command of each listening TCP socket of `processes` that other machines could connect
+    to."""
     result = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -12,7 +12,8 @@ from armature.components.contracts.settings import InvalidTable
 
 
 def codes(error: BaseException) -> set[str]:
-    """Codes of an error: our own, the reason of a rollout or a row, or the types of pydantic's problems."""
+    """Return the codes of an error: its attribute `code` or `reason`, or for a ValidationError the types of pydantic's
+    problems."""
     if isinstance(error, InvalidTable):
         return codes(error.error)
     if isinstance(error, ValidationError):
@@ -23,12 +24,12 @@ def codes(error: BaseException) -> set[str]:
 
 @contextmanager
 def refused(code: str, *values: object, kind: type[BaseException] = Exception) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error with this code.
+    """Check that the block raises an error with this code.
 
     Args:
-        code: see `docs/errors.md`; the type of one of pydantic's problems for a ValidationError.
-        values: paths, names of fields and numbers that the error shows. Sentences are never checked.
-        kind: class of the error, where the code does not tell it.
+        code: a code in `docs/errors.md`, or for a ValidationError the type of one of pydantic's problems.
+        values: paths, names of fields and numbers that the error's text must contain. Sentences are never checked.
+        kind: class of the error, needed only if the code does not determine it.
 
     Example:
         >>> from armature.components.contracts.errors import DataError

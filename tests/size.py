@@ -27,13 +27,13 @@ SHORT_FILE, LONG_INIT = 60, 40
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Files of the project that match one of git's `patterns`, as git tracks them."""
+    """Return the files that git tracks in this project and that match one of git's `patterns`."""
     listing = subprocess.run(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, check=True)
     return [ROOT / name for name in listing.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
-    """Numbers of the lines that docstrings cover, those below attributes included."""
+    """Return the numbers of the lines that docstrings cover, including docstrings of attributes."""
     return {
         number
         for node in ast.walk(tree)
@@ -43,7 +43,7 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 
 def code_lines(text: str) -> int:
-    """Number of lines of a Python file without docstrings, comments and blanks.
+    """Return the number of code lines in the text of a Python file: without docstrings, comments and blank lines.
 
     Example:
         >>> code_lines('"Title."\\n\\n# why\\nx = (\\n    1\\n)\\n')
@@ -57,13 +57,13 @@ def code_lines(text: str) -> int:
 
 
 def longest_function(text: str) -> int:
-    """Number of lines of the longest function in a Python file, from `def` to its end."""
+    """Return the number of lines of the longest function in the text of a Python file, from `def` to its end."""
     functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return max(((node.end_lineno or node.lineno) - node.lineno + 1 for node in functions), default=0)
 
 
 def figures() -> Iterator[tuple[str, int]]:
-    """Each figure of the table in the order of the printout."""
+    """Yield the measured numbers of the project with their labels, in the order in which they are printed."""
     files = tracked(*(f"{name}/*.py" for name in PRODUCT))
     texts = {path: path.read_text() for path in files}
     lengths = {path: text.count("\n") for path, text in texts.items()}

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.size import ROOT, tracked
 
 LIMIT = 60
-"""Largest number of places in the whole project, tests included."""
+"""Largest accepted number of places with hard words in the whole project, including tests."""
 OPENINGS = re.compile(r"(What|Whether|Where|Which|Who|How|Of|Those|As|By|None)\b")
 PHRASES = re.compile(r"\b(is none|that of|those of|whoever|Whoever|is no [A-Z]\w+)\b")
 NAMES = frozenset({"said", "told", "found", "given", "known", "own", "kept"})
@@ -29,14 +29,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring, attribute docstrings and section headings included."""
+    """Yield the line and the text of each docstring, including docstrings of attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comment; consecutive comment lines are one."""
+    """Yield the line and the text of each comment. Of consecutive comment lines, only the first is yielded."""
     previous = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -47,7 +47,7 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of each parameter and variable that the code binds."""
+    """Yield the line and the name of each parameter and variable that the code binds."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
@@ -56,7 +56,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def hard_words(text: str) -> list[tuple[int, str]]:
-    """Line and wording of each place in a Python file that a reader may have to read twice.
+    """Return the line and the word of each place in a Python file that a reader may have to read twice.
 
     Example:
         >>> hard_words('"Whether it fits."\\nfound = 1\\n')
@@ -72,14 +72,15 @@ def hard_words(text: str) -> list[tuple[int, str]]:
 
 
 def documented(tree: ast.AST) -> Iterator[bool]:
-    """For each public module, class and function: True if it has a docstring."""
+    """Yield True or False for each public module, class and function in the tree: True if it has a docstring."""
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and not getattr(node, "name", "").startswith("_"):
             yield ast.get_docstring(node) is not None
 
 
 def main(folders: list[str]) -> int:
-    """Print the counts, and each place below `folders`; the exit code is 1 above the limit."""
+    """Print the counts of hard words, and each place in `folders`. Return the exit code, which is 1 if there are more
+    places than `LIMIT`."""
     counts: Counter[str] = Counter()
     has_docstring: list[bool] = []
     for path in tracked("*.py"):

@@ -40,7 +40,10 @@ ENVIRONMENT = {
 
 
 class ScriptedServers:
-    """A replacement of the server pool. By task index modulo 3: follows the plan, makes impossible actions, mumbles."""
+    """A replacement of the server pool with scripted answers. They depend on the index of the task modulo 3.
+
+    0: the actions of the task's plan; 1: an impossible action; 2: an answer without an action.
+    """
 
     tasks: Sequence[Task] = ()
 

@@ -36,7 +36,7 @@ VALUES = {
 }
 INFERENCE = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
 COLORS = {"name": "colors", "args": {"image_size": 56, "colors": {"red": [220, 40, 40], "blue": [40, 70, 220]}}}
-"""An environment without `train_tasks` and `heldout_tasks`."""
+"""Settings of the environment "colors", without the numbers of tasks (`train_tasks` and `heldout_tasks`)."""
 
 
 def test_metrics_equal_hand_computed_values():

@@ -25,7 +25,7 @@ KEY = "a-key"
 
 @pytest.fixture(autouse=True)
 def _requests_arrive_at_once(monkeypatch) -> None:
-    """At a stand-in, which computes nothing."""
+    """Shorten the wait of the determinism check for its requests to arrive: a stand-in server computes nothing."""
     monkeypatch.setattr(determinism, "_ARRIVAL", 0.05)
 
 
@@ -49,18 +49,22 @@ MESSAGES = [{"role": "user", "content": "?"}]
 
 
 async def ask_many(pool: ServerPool, count: int = 4) -> list[Any]:
-    """Answers or errors of `count` requests, which are not merged: their seeds do not follow one another."""
+    """Send `count` requests to a pool, and return an answer or an error for each.
+
+    Their seeds are not consecutive, so that the pool does not merge the requests.
+    """
     jobs = (pool.complete(MESSAGES, SAMPLING, 2 * seed) for seed in range(count))
     return await asyncio.gather(*jobs, return_exceptions=True)
 
 
 def texts(results: list[Any]) -> set[tuple[str, int]]:
-    """Weights that answered, by their names, with the versions that the pool gives them."""
+    """Return the weights that computed the answers `results`, as pairs: the name of the weights, which a stand-in
+    answers as its text, and the policy version that the pool gave them."""
     return {(result.text, result.policy_version) for result in results}
 
 
 def write_checkpoint(folder: Path, width: int = 4, dtype: str = "F32") -> Path:
-    """Write a folder that passes for a checkpoint as long as its weights are not loaded."""
+    """Write a folder that looks like a checkpoint, with one tensor (2, width) of zeros. No real model can load it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"image_token_id": 7, "video_token_id": 8}))
     size = 2 * width * {"F32": 4, "BF16": 2}[dtype]
@@ -112,7 +116,8 @@ def make_pool(tmp_path) -> Callable[..., ServerPool]:
 
 @pytest.fixture
 def join(stand_ins, make_pool, checkpoint) -> Callable[..., tuple[list[Any], ServerPool]]:
-    """Start `count` stand-ins, and make a pool that joins them with weights called "a"."""
+    """Return a function that starts `count` stand-in servers, and makes a pool that joins them with a checkpoint
+    called "a". It returns the servers and the pool."""
 
     def make(count: int, plain: bool = False, **changes: Any) -> tuple[list[Any], ServerPool]:
         servers = stand_ins(count, plain)

@@ -34,7 +34,7 @@ PROMPT = [1, 7, 7, 7, 2]
 
 @dataclass
 class StandIn:
-    """The state of one stand-in server; `url` once it runs."""
+    """One stand-in server: its settings, its faults and what it has counted. `url` is set once it runs."""
 
     key: str
     url: str = ""
@@ -43,32 +43,35 @@ class StandIn:
     version: str = "start"
     fault: str = ""
     fault_count: int = 0
-    """Requests that the fault still applies to; -1: all."""
+    """Number of further requests that get the fault; -1: all requests."""
     delay: float = 0.0
     tokens: tuple[int, int, int] = (3, 4, 5)
-    """Every completion."""
+    """Token ids of every completion."""
     depends_on: str = ""
-    """The cause that changes a log-prob in the determinism check: "others", "images", "reload" or "server"."""
+    """Name of the cause that changes a log-prob in the determinism check: "others", "images", "reload" or "server". ""
+    means that log-probs never change."""
     healthy: bool = True
     list_of_models: str = ""
-    """If set, the body that replaces the reply of the route that lists models."""
+    """If not empty, the body that the route /v1/models returns in place of the list of models."""
     answered: Counter[int] = field(default_factory=Counter)
-    """Seeds of chat requests that got a whole answer."""
+    """Seeds of the chat requests that got a complete answer."""
     seen: int = 0
     most_at_once: int = 0
     at_once: int = 0
     rewrite: Callable[[dict[str, Any]], Any] | None = None
-    """Makes another answer of an honest one to a chat request: JSON, or a whole response."""
+    """A function that turns the correct answer to a chat request into the one that is sent, as JSON or as a complete
+    response."""
     plain: bool = False
-    """If True, the server runs without the plug-in: it has no lease, and its answers carry no weights mark."""
+    """True if the server runs without our plug-in: it has no lease, and its answers have no id of the weights."""
     paused: bool = False
     loading: asyncio.Event | None = None
-    """An event in the server's loop that loading weights waits for."""
+    """If not None, the server waits for this event of its event loop before it loads weights."""
     adapters: dict[str, str] | None = field(default_factory=dict)
     """Adapter folders by name. None means that the server does not support adapters."""
     calls: list[str] = field(default_factory=list)
     checked: Counter[bool] = field(default_factory=Counter)
-    """Requests of a check of its bits that it answers now, by whether they have an image."""
+    """Number of requests of a determinism check that the server is answering: with an image (True) and without
+    (False)."""
     most_checked: Counter[bool] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -190,7 +193,8 @@ class StandIn:
         return JSONResponse({"choices": [{"prompt_logprobs": entries}]})
 
     async def _bits(self, image: bool) -> float:
-        """A log-prob of a check that answers have the same bits in any company."""
+        """Return the log-prob of a sampled token in a determinism check. It changes by 1e-7 if the cause `depends_on`
+        is present."""
         self.checked[image] += 1
         self.most_checked |= self.checked
         in_one_step = self.paused
@@ -236,7 +240,7 @@ class StandIn:
 
     @property
     def lease(self) -> Any:
-        """The plug-in's own state."""
+        """The plug-in's middleware `Lease`, with its state."""
         return self._asgi.app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -277,7 +281,7 @@ GARBAGE: dict[str, Callable[[], Response]] = {
 
 
 class _Broken(Response):
-    """Promises a body and ends the connection before it is whole, as a server does that is killed."""
+    """A response that ends the connection in the middle of the body, as if the server had been killed."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"1000")]
@@ -288,7 +292,7 @@ class _Broken(Response):
 
 @contextlib.contextmanager
 def run_stand_in(key: str, port: int = 0, plain: bool = False) -> Iterator[StandIn]:
-    """A stand-in on a port of its own, in a thread."""
+    """Run a stand-in server in a thread, on `port` of loopback (0: any free port), while the block runs."""
     stand_in = StandIn(key, plain=plain)
     stand_in.start_again()
     config = uvicorn.Config(stand_in, host="127.0.0.1", port=port, log_level="critical", lifespan="off")
@@ -306,9 +310,10 @@ def run_stand_in(key: str, port: int = 0, plain: bool = False) -> Iterator[Stand
 
 
 def main() -> None:
-    """Stand in for the program: the arguments and variables of vLLM's server that the protocol depends on.
+    """Run a stand-in server as a program, in place of vLLM's. It reads the arguments host, port and model, and the
+    variable VLLM_API_KEY.
 
-    It does not come up while there is a file called "refuse" beside the checkpoint.
+    It exits with an error as long as there is a file called "refuse" beside the checkpoint.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")

@@ -27,7 +27,8 @@ SAMPLES = 3
 
 
 class Asked:
-    """A pool that has joined a stand-in server, whose answers are rewritten."""
+    """A pool that has joined one stand-in server. `sample` requests samples, after `rewrite` has changed the server's
+    answer."""
 
     def __init__(self, pool: ServerPool, server: Any, portal: BlockingPortal) -> None:
         self.pool, self.server, self.portal = pool, server, portal
@@ -57,14 +58,15 @@ def joined(tmp_path_factory) -> Iterator[Asked]:
 
 @pytest.fixture
 def asked(joined) -> Asked:
-    """Nothing is counted yet."""
+    """Return `joined` with the pool's counts set to zero."""
     joined.pool.statistics.failures.clear()
     joined.pool.statistics.completions = joined.pool.statistics.ejections = 0
     return joined
 
 
 def at(answer: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """The answer with another value at `path`; choice i is the one with index i."""
+    """Return a copy of the answer with `value` at `path`, a sequence of keys and indices. Its choices are sorted by
+    index."""
     answer = copy.deepcopy(answer)
     answer["choices"].sort(key=lambda choice: choice["index"])
     where: Any = answer
@@ -122,7 +124,7 @@ def test_reply_with_ambiguous_samples_fails_all(path, value, asked):
 
 
 class Endless:
-    """More bytes than anyone should take, and how many of them were taken."""
+    """A response body of 200 MiB, more than a client should read. `taken` counts the bytes that were sent."""
 
     def __init__(self, part: bytes) -> None:
         self.part, self.taken = part, 0

@@ -30,7 +30,7 @@ from tests.builders import make_machine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80)
-"""Special bf16 bit patterns: zeros, the least denormals, infinities, NaN with three payloads, and one."""
+"""Special bf16 bit patterns: zeros, the smallest denormals, infinities, NaN with three payloads, and the number 1."""
 
 
 @given(st.lists(st.integers(0, 200_000), unique=True).map(sorted))
@@ -51,7 +51,7 @@ def of_bits(bits: Any, dtype: torch.dtype, shape: Any) -> Tensor:
 
 
 def random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
-    """Return tensors of every dtype with random bits; they include scalar, empty and non-contiguous ones."""
+    """Return tensors of every dtype with random bits, by name. Some of them are scalar, empty or not contiguous."""
     made = {}
     for number, dtype in enumerate(DTYPES):
         shape = [(), (0, 3), (7,), (5, 3), (2, 300)][int(random.integers(5))]
@@ -63,7 +63,8 @@ def random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
 
 
 def walked(tensors: dict[str, Tensor], random: np.random.Generator, share: float) -> dict[str, Tensor]:
-    """The same with some elements changed, to special values as often as not."""
+    """Return a copy of the tensors in which a `share` of the bytes is changed, and some elements are `SPECIAL`
+    values."""
     new = {}
     for name, tensor in tensors.items():
         bits = np.frombuffer(bytes(raw(tensor)), np.uint8).copy()
@@ -106,7 +107,10 @@ def test_every_version_is_restored_bit_for_bit(tmp_path_factory, seed, shares):
 
 @pytest.fixture
 def series(tmp_path) -> Callable[..., list[dict[str, Tensor]]]:
-    """Versions 0 to `count` of weights of which a fiftieth changes; the first one whole."""
+    """Return a function that writes versions 0 to `count` of some weights as folders, and returns their tensors.
+
+    Version 0 is a whole checkpoint. Each further version is a delta that changes a fiftieth of the tensor `w`.
+    """
 
     def make(count: int) -> list[dict[str, Tensor]]:
         random, weights = np.random.default_rng(0), {"w": torch.randn(200, 100).bfloat16(), "v": torch.randn(50)}

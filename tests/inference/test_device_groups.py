@@ -21,7 +21,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Trainer:
-    """Stands in for a trainer's GPUs: the servers that it is asked to send to have its weights."""
+    """Replaces a trainer that sends weights from its GPUs. It sets the weights of the stand-in servers directly.
+
+    `groups` records the endpoints of each transfer.
+    """
 
     def __init__(self, *servers: Any) -> None:
         self._servers = {server.url: server for server in servers}

@@ -60,7 +60,8 @@ async def test_device_transfer_needs_a_trainer(stand_ins, make_pool, checkpoint)
 
 
 class NeverJoins(BaseHTTPRequestHandler):
-    """Speaks as vLLM, answers every call with `code`, and never comes to where the trainer waits."""
+    """A server with vLLM's routes that answers every POST with the status `code`, but never joins the trainer's NCCL
+    group."""
 
     code = 200
 
@@ -170,7 +171,7 @@ def test_server_equals_trainer_after_device_transfer(way, tied, dtype, quantizat
 
 
 class Trainer:
-    """A policy on the first GPU."""
+    """The trainer's side of a test: a policy on the first GPU, and the publisher of its weights."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         settings = model_settings(dtype=dtype)
@@ -201,7 +202,8 @@ def machine(way: str) -> Machine:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[bool, list[Path]]:
-    """Tiny checkpoints of three seeds, with tied (True) and untied (False) embeddings."""
+    """Tiny checkpoints with three seeds, once with tied embeddings (under the key True) and once with untied embeddings
+    (False)."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         tied: [

@@ -167,7 +167,8 @@ def placed_pool(python: Path, tmp_path: Path) -> Callable[..., ServerPool]:
 
 
 class Load:
-    """So many requests at once, one after another, until the block ends."""
+    """Constant load on a pool while an `async with` block runs: `at_once` tasks, each of which sends one request after
+    the other."""
 
     def __init__(self, pool: ServerPool, sampling: SamplingSettings, at_once: int) -> None:
         self._pool, self._sampling, self._at_once = pool, sampling, at_once

@@ -23,7 +23,7 @@ OTHER = "b" * 32
 
 
 async def load(server: Any, weights: Path, **headers: str) -> int:
-    """Load weights without holding the lease, as a careless client that has the key would."""
+    """Make a server load weights, as a client that has the API key but not the lease. Return the HTTP status."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
     async with httpx.AsyncClient(trust_env=False) as http:
         return (await http.post(f"{server.url}/collective_rpc", json=body, headers=KEY | headers)).status_code
@@ -36,7 +36,8 @@ async def lease(server: Any, method: str, holder: str, seconds: float = 30.0) ->
 
 
 async def take_over(server: Any, weights: Path) -> None:
-    """Another run has the server for a moment, as when ours was suspended for longer than its lease lasts."""
+    """Let the lease expire, as if our run had been suspended. Then another run takes it, loads weights and releases
+    it."""
     server.lease._ends = 0.0
     assert (await lease(server, "POST", OTHER)).status_code == 200
     assert await load(server, weights, **{"X-Armature-Lease": OTHER}) == 200

@@ -24,7 +24,7 @@ def completion(prompt: str, seed: int) -> Completion:
 
 
 class Recorder:
-    """Answers as a server does whose samples depend on prompt and seed alone."""
+    """A replacement of a server whose samples depend only on the prompt and the seed. It records every request."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, int, int]] = []

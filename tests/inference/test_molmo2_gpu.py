@@ -49,7 +49,8 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """Two policies that attend both ways, and the first of them again that attends causally."""
+    """Two checkpoints with bidirectional attention within images, and a copy of the first one with causal
+    attention."""
     from armature.components.models.tiny import make_tiny_checkpoint
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -61,7 +62,8 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 
 def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float]:
-    """Largest |trainer's log-prob - server's|, on the ids that the server reported."""
+    """Return the largest difference between the trainer's and the server's log-probs of each answer, by name. The
+    trainer scores the token ids that the server reported."""
     from armature.components.models.load import load_model, load_processor
 
     model, processor = load_model(folder, MODEL), load_processor(folder, MODEL)

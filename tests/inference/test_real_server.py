@@ -38,7 +38,7 @@ COMPILED = "compiled"
 
 
 class Running:
-    """A pool with one server of a model with tied embeddings, and the loop that it lives in."""
+    """A running pool with one real server, whose model has tied embeddings, and a portal to the pool's event loop."""
 
     def __init__(self, pool: ServerPool, portal: BlockingPortal, checkpoints: list[Path]) -> None:
         self.pool, self.portal, self.checkpoints = pool, portal, checkpoints
@@ -47,7 +47,8 @@ class Running:
         return self.portal.call(work, *arguments)
 
     def sync(self, checkpoint: Path, version: int, answers_of: Path | None = None) -> None:
-        """With what a trainer answers that has the weights of `answers_of`, by default those that it sends."""
+        """Sync the pool to `checkpoint`. The trainer's answer to the probe is computed with the weights in
+        `answers_of`; None: with `checkpoint` itself."""
         self.call(self.pool.sync, checkpoint, version, None, trainers_answer(self.pool, answers_of or checkpoint))
 
     def complete(self, image: Image.Image, sampling: Any = GREEDY, seed: int = 0) -> Completion:
@@ -95,7 +96,8 @@ def ask(image: Image.Image) -> list[dict[str, Any]]:
 def reference_logprobs(
     checkpoint: Path, completion: Completion, image: Image.Image, forbidden: tuple[int, ...], temperature: float
 ) -> npt.NDArray[np.float32]:
-    """The completion's log-probs (C,) from the transformers model on the ids that the server reported."""
+    """Return the log-probs of a completion's tokens, (C,), computed by the transformers model on the token ids that the
+    server reported."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

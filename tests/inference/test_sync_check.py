@@ -20,7 +20,8 @@ from tests.vlm.conftest import model_settings
 
 
 def answer_of(pool: ServerPool, version: str, dtype: str = "float32", off: float = 0.0) -> ProbeAnswer:
-    """The probe answer of a stand-in server with `version`; `off` shifts the greatest log-prob after the image."""
+    """Return the answer that a stand-in server with the weights `version` gives to the pool's probe. `off` is added to
+    the greatest log-prob after the image."""
     value = -float(sum(version.encode()) % 97)
     text = np.full(len(pool.weights.probe.tokens) - 1, value)
     top = value - np.arange(LIKELIEST)

@@ -16,7 +16,7 @@ from armature.components.contracts.rollouts import Trajectory, Turn
 
 
 class MemoryImages:
-    """An image store in memory that counts its reads."""
+    """An image store in memory. `reads` has the key of the image for each read."""
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -52,7 +52,8 @@ def make_trajectory(
     reward: float = 1.0,
     group: str = "g0",
 ) -> Trajectory:
-    """One turn whose tokens are the completion's characters, so that `chr` decodes it."""
+    """Return a trajectory of one turn. Its token ids are the code points of the completion's characters, so `chr`
+    decodes them."""
     content = [*({"type": "image"} for _ in refs), {"type": "text", "text": prompt}]
     turn = Turn(
         index=0,

@@ -35,7 +35,8 @@ HOSTILE = [
 
 
 class Outline(HTMLParser):
-    """Every start tag with its attributes, and the text inside script elements by id."""
+    """A parsed HTML page: `tags` are all start tags with their attributes, and `scripts` the texts of script elements
+    by id."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -15,7 +15,10 @@ from typing import Any
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """`asked`: how often each question came. A question says what happens to it: `mood: ...`, by `MOODS`."""
+    """A judge's server, which misbehaves on demand. A question that contains "mood: NAME" is answered by `MOODS[NAME]`.
+
+    `asked` counts the requests of each question.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -90,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def once(fail: Callable[[Handler], object]) -> Callable[[Handler, int], object]:
-    """Fails the first time, and answers from then on."""
+    """Return a mood that calls `fail` for the first request of a question, and answers further ones with grade 1."""
     return lambda handler, count: fail(handler) if count == 1 else handler.say("Grade: 1")
 
 

@@ -71,7 +71,7 @@ DECLARED = (
     "我认为答案是X", "我认为是X。", "我选X", "故选X。",
     "选择X", "应该选X", "选项X", "X是正确的", "X正确，Y错误。", "不是Y，是X。", "X。因为是红色的", "正確答案是X", "選X",
 )  # fmt: skip
-"""X is chosen; Y is another letter."""
+"""Completions that choose the letter X. Y stands for another letter."""
 
 LOWER_CASE = (
     "x", "(x)", "x.", "x) a cup", "**x**", "Answer: x", "The answer is x.", "the answer is (x)", "The answer is x",

@@ -44,7 +44,7 @@ def server() -> Iterator[JudgeServer]:
 
 @pytest.fixture(autouse=True)
 def fresh(server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, short waits and a server that has counted nothing."""
+    """Give each test an empty cache, short waits between attempts, and a server whose counts are zero."""
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("armature.components.rewards.judge.asking.FIRST_WAIT", 0.01)
     for seen in (server.asked, server.bodies, server.times):

@@ -57,7 +57,7 @@ decimals = st.one_of(st.just(""), st.integers(0, 10**6).map(lambda digits: f".{d
 
 @st.composite
 def notations(draw: st.DrawFn) -> tuple[str, Fraction]:
-    """Draw a number without its sign in one of the documented notations, and its value."""
+    """Draw a number without a sign: its text in one of the documented notations, and its value."""
     whole, end = draw(wholes), draw(decimals)
     plain = Fraction(f"{whole}{end}")
     over, under, exponent = draw(small), draw(small), draw(st.integers(-30, 30))
@@ -113,7 +113,8 @@ def indian(whole: int) -> str:
 
 
 def vulgar_value(character: str) -> Fraction:
-    """Return the value by the character's name, such as VULGAR FRACTION THREE QUARTERS."""
+    """Return the value of a fraction that is one character. It is parsed from the character's Unicode name, such as
+    VULGAR FRACTION THREE QUARTERS."""
     words = ("ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN")
     parts = {
         "HALF": 2,

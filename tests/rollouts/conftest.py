@@ -27,7 +27,8 @@ def tokens(text: str) -> TokenIds:
 
 
 def reply(messages: Sequence[Mapping[str, Any]], text: str, seed: int) -> Completion:
-    """Bytes are the tokens; log-probs follow from the seed."""
+    """Return a completion with the given text. The bytes of a text are its token ids, and log-probs are random numbers
+    that depend only on the seed."""
     completion = np.append(tokens(text), np.int32(END))
     logprobs = -np.random.default_rng(seed).random(len(completion), dtype=np.float32)
     return Completion(tokens(json.dumps(messages)), completion, logprobs, text, "stop", 3, "script", 0.0)
@@ -46,7 +47,10 @@ Script = Callable[[Sequence[Mapping[str, Any]], int], str]
 
 @dataclass
 class ScriptedPolicy:
-    """Answers `script(messages, seed)`, or raises what it raises; keeps every request."""
+    """A policy that answers a request with the text that `script(messages, seed)` returns, or raises its exception.
+
+    `requests` has the messages and the seed of every request.
+    """
 
     script: Script
     change: Callable[[Completion], Completion] = lambda completion: completion

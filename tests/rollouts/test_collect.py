@@ -41,7 +41,11 @@ def png(shade: int, size: int = 8, format: str = "PNG") -> bytes:
 
 
 class Counting:
-    """Shows image `payload["shade"]`, asks for `turns` answers; each "yes" is worth 1."""
+    """An environment that shows an image with the shade `payload["shade"]` and asks for `turns` answers.
+
+    Each answer "yes" adds 1 to the reward part "yes". `faults` maps the name of a method to a function that runs in
+    it.
+    """
 
     name = "counting"
     system_prompt: str | None = "Be brief."
@@ -312,7 +316,7 @@ def test_hanging_environment_times_out(place, store, events):
 
 
 def bomb() -> bytes:
-    """A small file that claims 60000 x 60000 pixels."""
+    """Return a small PNG file whose header says that it has 60000 x 60000 pixels."""
     header = b"IHDR" + (60000).to_bytes(4) * 2 + b"\x08\x02\0\0\0"
     return png(1)[:8] + (13).to_bytes(4) + header + zlib.crc32(header).to_bytes(4) + png(1)[33:]
 
@@ -400,7 +404,8 @@ def test_hostile_text_stays_text(text, store, events):
 
 
 def picky(failure: BaseException) -> Script:
-    """Fails whenever it is shown image 1."""
+    """Return a script that raises `failure` if the messages contain the image with shade 1, and answers "yes"
+    otherwise."""
 
     def script(messages: Any, seed: int) -> str:
         if base64.b64encode(png(1)).decode() in json.dumps(messages):

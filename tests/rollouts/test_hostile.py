@@ -35,7 +35,7 @@ pytestmark = pytest.mark.waits
 
 
 class Ends(BaseException):
-    """Neither an `Exception` nor one that asyncio knows."""
+    """A BaseException that is neither an `Exception` nor one of those that asyncio handles specially."""
 
 
 class Unreadable(Exception):
@@ -66,7 +66,8 @@ ERRORS: list[Callable[[], BaseException]] = [
 
 @dataclass
 class Hostile(Counting):
-    """Task t1 does `place`: raises `error` there, or gives `value`."""
+    """An environment whose task t1 calls `act` in the method called `place`. `act` raises an exception, or returns the
+    value that the method then returns."""
 
     place: str = ""
     act: Callable[[], Any] = lambda: None
@@ -98,7 +99,8 @@ def raising(make: Callable[[], BaseException]) -> Callable[[], Any]:
 
 
 def only_its_own_rollouts(outputs: GenerateOutputs, reasons: set[str], folder: Path) -> None:
-    """Every other rollout is finished, and what comes after rollouts works with what there is."""
+    """Check that only rollouts of task t1 failed, for one of the `reasons`, and that the finished rollouts can be
+    stored, measured and grouped."""
     assert [trajectory.task_id for trajectory in outputs.trajectories if trajectory.task_id != "t1"] == ["t0", "t0"]
     mine = [failure for failure in outputs.failures if failure.task_id == "t1"]
     assert len(outputs.trajectories) + len(mine) == 4 and len(mine) == len(outputs.failures)
@@ -122,7 +124,7 @@ def test_any_environment_error_fails_only_its_rollouts(place, store, events, tmp
 
 
 class Text(str):
-    """Text that says of itself what is not so."""
+    """A str whose methods give wrong results: it has no equality, and converts to other text."""
 
     def __eq__(self, other: object) -> bool:
         raise SystemExit(1)
@@ -159,12 +161,12 @@ class Boom:
 
 
 def bare(kind: type) -> Any:
-    """An object of `kind` without any of its fields."""
+    """Return an object of the class `kind` that has none of its attributes."""
     return object.__new__(kind)
 
 
 def image(data: Any, media_type: Any) -> EncodedImage:
-    """One that nothing has looked at."""
+    """Return an EncodedImage whose constructor has not validated `data` and `media_type`."""
     made: EncodedImage = bare(EncodedImage)
     object.__setattr__(made, "data", data)
     object.__setattr__(made, "media_type", media_type)
@@ -182,7 +184,8 @@ ODD: list[Any] = [
     {str(number): 0.0 for number in range(300)},
     {"yes": 1e308, "length": 1e308},
 ]
-"""Objects that are not what they seem; plain values anywhere are the fuzz target "environments"."""
+"""Objects of wrong or misleading types that an environment may return. The fuzz target "environments" tests plain
+values."""
 
 REASONS = {"environment_error", "bad_image", "bad_text", "bad_reward"}
 FORMS: dict[str, Callable[[Any], Any]] = {

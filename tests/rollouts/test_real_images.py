@@ -26,7 +26,7 @@ TOLERANCE = 1e-5  # nats per token, both in fp32
 
 
 class Gallery:
-    """Two turns a task, one image in each."""
+    """An environment with two turns per task and one image of `tests.images` in each turn."""
 
     name = "gallery"
     system_prompt = None

@@ -14,7 +14,7 @@ from armature.components.rollouts.settings import RolloutSettings
 from .conftest import SAMPLING, a_turn
 
 Rounds = list[list[list[float | None]]]
-"""Rounds of groups of rewards; None is a rollout that failed."""
+"""Rewards of rollouts, as `rounds[round][group][member]`. None stands for a rollout that failed."""
 
 
 def plan(groups: int, max_rounds: int) -> RolloutSettings:

@@ -23,7 +23,7 @@ def some_tasks(count: int) -> list[Task]:
 
 
 class Played:
-    """A run that plays what it is told; groups of even tasks differ."""
+    """A run that plays the tasks that its sampler chooses. Rewards differ within the groups of tasks with even ids."""
 
     def __init__(self, tasks: list[Task], settings: RolloutSettings) -> None:
         self.sampler = SignalSampler(tasks, settings)

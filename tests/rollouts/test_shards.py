@@ -52,7 +52,8 @@ def weights(checkpoint) -> Path:
 
 
 def rows(folder: Path, outputs: GenerateOutputs) -> list[dict[str, Any]]:
-    """The table of `outputs`, without what a clock has measured."""
+    """Write `outputs` as tables to `folder`, and return the rows of the rollouts without the columns of measured
+    times."""
     folder.mkdir()
     write_rollouts(folder, outputs)
     table = pq.read_table(folder / "rollouts.parquet")
@@ -60,7 +61,7 @@ def rows(folder: Path, outputs: GenerateOutputs) -> list[dict[str, Any]]:
 
 
 class Run:
-    """Two workers on a pool of stand-ins."""
+    """A run with two rollout workers, a pool of stand-in servers, and a store."""
 
     def __init__(self, folder: Path, pool: ServerPool, **machine: Any) -> None:
         self.pool, self.events = pool, RecordedEvents()
@@ -88,7 +89,7 @@ class Run:
 
 @pytest.fixture
 def start(stand_ins, make_pool, weights, tmp_path) -> Callable[..., tuple[list[Any], Run]]:
-    """Start stand-ins, and make a run on them."""
+    """Return a function that starts `count` stand-in servers and makes a `Run` with them. It returns both."""
 
     def make(count: int, plain: bool = False, **machine: Any) -> tuple[list[Any], Run]:
         servers = stand_ins(count, plain)
@@ -172,7 +173,7 @@ def test_killed_worker_loses_no_rollout(start):
 
 
 def playing_processes() -> set[int]:
-    """The workers that this process has started, or the nodes of its cluster."""
+    """Return the process ids of the rollout workers that this process, or a node of its cluster, has started."""
     result = set()
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

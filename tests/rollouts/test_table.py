@@ -76,7 +76,8 @@ def outputs(draw: st.DrawFn) -> GenerateOutputs:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, and arrays as their type and numbers."""
+    """Convert a value so that it can be compared with ==: dataclasses to dictionaries, and arrays to their dtype and
+    their numbers."""
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):

@@ -39,7 +39,10 @@ TOKEN = "the-token"
 
 @contextmanager
 def viewed(root: Path, query: str = "") -> Iterator[Any]:
-    """The viewer of the store at `root` in a browser; the page has the list `problems`, of its console and errors."""
+    """Open the viewer of the store at `root` in a browser, and yield the page.
+
+    The page gets the attribute `problems`, a list of its console messages and uncaught errors.
+    """
     from playwright.sync_api import sync_playwright
 
     server = uvicorn.Server(uvicorn.Config(view_app(ViewServer(root), TOKEN), port=0, log_level="warning"))
@@ -64,7 +67,7 @@ def viewed(root: Path, query: str = "") -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Training:
-    """Writes into the store what a run would."""
+    """A training in the store at `root`. Its methods write the files that a real run would write."""
 
     root: Path
     image: ImageRef
@@ -83,7 +86,10 @@ class Training:
     def step(
         self, step: int, rewards: Sequence[float], completions: Sequence[str] = (), failures: Sequence[Failure] = ()
     ) -> None:
-        """One group of the task `red`, its tokens with an advantage of twice the reward and a ratio of e^reward."""
+        """Write the rollouts, the batch and the log-ratios of a step with one group of the task `red`.
+
+        Tokens have an advantage of twice the reward, and an importance ratio of e^reward.
+        """
         name, group = f"{self.run}-{step:05d}", f"{step:05d}-0000"
         trajectories = self._write("rollouts", name, group, rewards, completions, failures)
         samples = [sample_of(each) for each in trajectories]
@@ -98,11 +104,11 @@ class Training:
         History(self.workspace / "history.jsonl").append(step, {"reward": float(np.mean(rewards))})
 
     def heldout(self, step: int, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
-        """The held-out tasks after `step`: the task `red` too."""
+        """Write the rollouts of the held-out set after `step`. Its only task is `red` too."""
         self._write("evaluations", f"{self.run}-{step:05d}", "00000-0000", rewards, completions)
 
     def evaluation(self, run: str, model: Path, rewards: Sequence[float], completions: Sequence[str] = ()) -> None:
-        """An evaluation of `model` on the tasks of this training."""
+        """Write an evaluation, called `run`, of `model` on the tasks of this training."""
         tasks = json.loads((self.workspace / STARTED).read_text())["inputs"]["tasks"]
         workspace = self.root / "workspaces" / f"evaluate-{run}"
         workspace.mkdir()

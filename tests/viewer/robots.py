@@ -41,7 +41,10 @@ def write(root: Path, kind: str, name: str, fill: Any) -> None:
 
 
 def make_step(root: Path, step: int, *episodes: tuple[int, float]) -> list[ActionChunk]:
-    """One group; see `answers`. Values fall, log-probs rise along an episode."""
+    """Write a training step with one group of episodes (see `answers`), and return its action chunks.
+
+    Predicted values fall along an episode, and log-probs rise from step to step.
+    """
     image = ImageStore(root / "images").put(encode_png(Image.new("RGB", (24, 24), (220, 40, 40))))
     rows = [
         replace(each, images=(image,), value=0.5 - each.chunk / 8, logprobs=each.logprobs + step)
@@ -56,7 +59,8 @@ def make_step(root: Path, step: int, *episodes: tuple[int, float]) -> list[Actio
 
 
 def make_evaluation(root: Path, run: str, policy: Path, *solved: bool, filmed: int) -> None:
-    """Episodes of one task, of which the first `filmed` have videos of 8 frames."""
+    """Write an evaluation with one episode of the same task for each value in `solved`. The first `filmed` episodes
+    have videos of 8 frames."""
     begin(root, "evaluate-libero", run, EVALUATION, policy)
     results = [
         LiberoResult("libero_spatial", 0, "reach <b>it</b>", k, k, 1000 + k, end, 8, (0.5,) * 56, None)

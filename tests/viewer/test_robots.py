@@ -115,7 +115,10 @@ def tab(store: Path) -> Iterator[Any]:
 
 
 def wait_until(tab: Any, condition: str) -> None:
-    """State of all videos. The page's content policy forbids a waiting script in the page."""
+    """Wait until the JavaScript expression `condition` is true for each video (`each`) of the page.
+
+    The test polls, because the page's content security policy forbids scripts that wait in the page.
+    """
     deadline = time.monotonic() + 20
     while not tab.evaluate(f"[...document.querySelectorAll('video')].every((each) => {condition})"):
         assert time.monotonic() < deadline, condition
@@ -187,7 +190,7 @@ class TestInABrowser:
 
 
 def fail_episodes(store: Path) -> None:
-    """Two of step 1, one of step 2."""
+    """Write failed episodes to the store: two in step 1 and one in step 2."""
     for step, reasons in ((1, ("environment_error", "non_finite_logprobs")), (2, ("environment_error",))):
         failures = [
             Failure(f"{step:05d}-000000-000{8 + k}", f"{step:05d}-000000", f"libero_spatial/{k}", reason, f"lost <{k}>")

@@ -25,7 +25,11 @@ GROUPS = [
 
 
 def walk(name: str, states: str, rewards: Sequence[float], defects: str = "", group: str = "g") -> Trajectory:
-    """One turn per letter of `states`; `defects` has f for an unreadable answer, i for an inadmissible one."""
+    """Return a trajectory with one turn for each letter of `states`, which is the turn's anchor key.
+
+    In `defects`, an f at the turn's place stands for an answer that cannot be parsed, and an i for an inadmissible
+    action.
+    """
     kinds = {"f": "format", "i": "inadmissible"}
     turns = [
         make_turn(reward, index=index, anchor_key=state, action_defect=kinds.get(defects[index : index + 1]))

@@ -18,7 +18,7 @@ from .conftest import GROUPS, batch_settings, trajectory, walk
 
 
 def of(trajectories: list[Trajectory], advantage: dict[str, Any], **penalty: float) -> dict[str, list[float]]:
-    """The advantages of each trajectory's turns."""
+    """Return the advantages of each trajectory's turns, by trajectory id."""
     by_turn = turn_advantages(trajectories, batch_settings(advantage, **penalty)).by_turn
     return {one.trajectory_id: [by_turn[one.trajectory_id, each.index] for each in one.turns] for one in trajectories}
 

@@ -20,7 +20,7 @@ from .conftest import GROUPS, batch_settings
 
 
 def sample(of: Trajectory, length: int = 3, advantage: float = 0.0) -> Sample:
-    """A sample whose last token alone is trained, with one image."""
+    """Return a sample of the trajectory `of` with one image. Only its last token is trained on."""
     image = ImageRef("a" * 64, "image/png", 4, 5)
     made = make_sample(of.trajectory_id, length - 1, 1, group_id=of.group_id, reward=of.reward, images=(image,))
     return replace(made, advantages=np.where(made.loss_mask, advantage, 0).astype(np.float32))

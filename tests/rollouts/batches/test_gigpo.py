@@ -121,7 +121,11 @@ def rollouts(draw: st.DrawFn) -> list[Trajectory]:
 def naive(
     trajectories: list[Trajectory], count: str, floor: float | None, gamma: float, weight: float
 ) -> dict[tuple[str, int], float]:
-    """The definition, turn by turn. A trajectory counts once if its turns are repeated until all have as many."""
+    """Return GiGPO's advantages, computed from their definition for one turn at a time.
+
+    To let each trajectory count once in a mean, its turns are repeated until all trajectories of the group have the
+    same number.
+    """
 
     def norm(value: float, everything: list[float], degrees: float) -> float:
         if max(everything) == min(everything):

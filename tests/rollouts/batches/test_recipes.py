@@ -57,7 +57,7 @@ ALGORITHMS = {
 
 
 class TurnsAsSamples:
-    """An adapter that drops nothing."""
+    """An adapter that makes samples of trajectories and drops nothing."""
 
     def samples(self, outputs: GenerateOutputs, advantages: TurnAdvantages) -> tuple[list[Sample], Counter[str]]:
         merged = [(one, turns) for one in outputs.trajectories for turns in merge_turns(one.turns, False)]
