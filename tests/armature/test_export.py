@@ -46,7 +46,8 @@ HOSTILE = 'A "recipe": |\n---\n```\n<script>alert(1)</script>\n# title'
 
 @dataclass(frozen=True)
 class Trained:
-    """A training from a hub's model, as its stages leave it: only the optimizer steps are left out."""
+    """The artifacts of a training that began with a model of the hub. They are as the real stages write them, but no
+    optimizer step was made."""
 
     store: Path
     artifact: Artifact
@@ -246,7 +247,7 @@ def test_model_card_escapes_text_of_recipes_and_data(trained):
 
 @pytest.fixture
 def hub(trained, monkeypatch) -> HubServer:
-    """With a token of its own, and nothing asked yet."""
+    """The hub of `trained`, without recorded requests, faults or tokens. The test's token is in HF_TOKEN."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     trained.hub.asked.clear()
     trained.hub.faults.clear()

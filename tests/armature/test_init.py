@@ -91,7 +91,7 @@ def test_dvc_runs_every_stage_of_the_new_project(project):
 
 @pytest.fixture(scope="module")
 def plots(project, tmp_path_factory) -> Path:
-    """The page of `dvc plots diff` for two histories of a project that is in git."""
+    """The HTML page that `dvc plots diff` writes for two training histories of a project under git."""
     folder = tmp_path_factory.mktemp("plots") / "demo"
     shutil.copytree(project, folder)
 

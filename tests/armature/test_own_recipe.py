@@ -85,8 +85,8 @@ def project(tmp_path) -> Path:
 
 @pytest.fixture
 def printed(armature) -> Callable[..., str]:
-    """Output of a command run in the folder above the projects, where the store is, with the exit code if it is
-    not 0."""
+    """Return a function that runs a command in the folder that has the projects and the store. It returns the command's
+    output, followed by the exit code if that is not 0."""
 
     def run(*words: str) -> str:
         done = armature(*words)
@@ -96,7 +96,7 @@ def printed(armature) -> Callable[..., str]:
 
 
 def edited(project: Path, copy: str, name: str, before: str, after: str) -> None:
-    """Makes a copy of the project, with another file `name`."""
+    """Copy the project to the folder `copy` beside it, and replace `before` by `after` in its file `name`."""
     shutil.copytree(project, project.parent / copy)
     file = project.parent / copy / name
     assert before in file.read_text()

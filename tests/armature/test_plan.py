@@ -17,7 +17,7 @@ COLORS, ROBOT = "train-vlm/colors", "train-vla-rl/spatial-small"
 
 
 def rows(name: str, *changes: str, gpus: tuple[int, ...] = (2,), assume: tuple[str, ...] = ()) -> list[list[str]]:
-    """The cells of a plan's table, without its head."""
+    """Return the rows of the table that `armature plan` prints for a recipe, as lists of cells, without the header."""
     lines = list(plan_recipe(load_recipe(name, changes), gpus, "h100", assume))
     return [line.split() for line in lines[3 : lines.index("", 2)]]
 

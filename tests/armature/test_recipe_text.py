@@ -13,7 +13,7 @@ from tests.configuration.test_recipes import bases, leaves
 
 
 def marked(text: str, remark: str) -> set[str]:
-    """The dotted keys of the lines that end with the remark."""
+    """Return the keys, as "table.key", of the lines of a TOML text that end with the comment `remark`."""
     result, table = set(), ""
     for line in text.splitlines():
         if header := re.fullmatch(r"\[(.+)\]", line):

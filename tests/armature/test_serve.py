@@ -21,7 +21,7 @@ KEY = "the-key-of-the-test"
 
 
 def notebook_cell(tag: str) -> str:
-    """The cell of the notebook with a tag, such as the one that starts the server."""
+    """Return the text of the cell in examples/trainer.ipynb that has this tag."""
     cells = json.loads((ROOT / "examples/trainer.ipynb").read_text())["cells"]
     (result,) = (cell for cell in cells if tag in cell["metadata"].get("tags", ()))
     return "".join(result["source"])
@@ -53,7 +53,7 @@ def test_trainer_joins_a_served_model(tmp_path, monkeypatch):
 
 
 async def sampled(model: Path, url: str, folder: Path) -> int:
-    """Tokens of a completion from a pool that joins the server."""
+    """Sample a completion from a pool that joins the server at `url`, and return its number of tokens."""
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=4, dtype="float32")
     async with ServerPool(model, settings, make_machine(endpoints=(url,)), folder / "logs") as pool:
         messages = [{"role": "user", "content": "What color?"}]

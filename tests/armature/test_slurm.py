@@ -27,7 +27,7 @@ def directives(script: str) -> list[str]:
 
 
 def started(script: str, folder: Path) -> list[str]:
-    """Return the arguments of srun when bash runs the script; a stand-in writes them down."""
+    """Run a job script with bash and return the arguments that it passes to srun. A stand-in for srun records them."""
     (folder / "bin").mkdir()
     for name, body in (("srun", 'printf "%s\\0" "$@" > "$WORDS"'), ("scontrol", "echo node1")):
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")

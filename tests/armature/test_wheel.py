@@ -28,7 +28,8 @@ LINKED = {
 
 @dataclass(frozen=True)
 class Installed:
-    """A fresh environment with the wheel, and an empty folder."""
+    """A new virtual environment in which the wheel is installed. Calling it runs one of its programs in an empty
+    folder."""
 
     wheel: Path
     programs: Path
@@ -50,9 +51,10 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Installed:
-    """A wheel, built from a source distribution of the tracked files without a network.
+    """The project's wheel, installed in a new environment. It was built without a network, from a source distribution
+    of the files that git tracks.
 
-    Dependencies are those of this environment.
+    The environment uses the dependencies of the current one.
     """
     home = tmp_path_factory.mktemp("wheel")
     for name in tracked():

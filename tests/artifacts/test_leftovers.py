@@ -42,7 +42,8 @@ with store.lock("outer", sys.argv[3]):
 
 @contextmanager
 def writer(root: Path, stage: str, fingerprint: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of writing an artifact; it continues when it reads a line."""
+    """Start a process and wait until it has begun to write an artifact. It continues once a line is sent to it, and is
+    killed at the end of the block."""
     command = [sys.executable, "-c", WRITER, str(root), stage, fingerprint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """The server's decoder, in one process for all tests."""
+    """A function that decodes an image's bytes to pixels with vLLM's code, in one process for all tests."""
     if not VLLM.exists():
         pytest.skip("needs the environment .venv-vllm")
     file = tmp_path_factory.mktemp("server") / "image"
@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 
 def pixels_on_both_sides(store: ImageStore, server: Decoder, image: EncodedImage) -> np.ndarray:
-    """Store an image, check that trainer and server decode the same pixels, and return these."""
+    """Store an image, check that trainer and server decode it to the same pixels, and return the pixels."""
     ref = store.put(image)
     ours = np.asarray(store.open(ref))
     assert ours.shape == (ref.height, ref.width, 3) and ours.dtype == np.uint8

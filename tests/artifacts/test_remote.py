@@ -40,7 +40,7 @@ URL = "unsteady://bucket/prefix"
 
 
 class Unsteady(MemoryFileSystem):
-    """A file system whose next `refusals` requests fail with `error`; its files are separate from fsspec's memory."""
+    """An fsspec file system in memory whose next `refusals` requests fail with `error`. `asked` lists all requests."""
 
     protocol = "unsteady"
     store: dict = {}  # noqa: RUF012
@@ -100,13 +100,14 @@ def filled(content: bytes = b"1") -> Callable[[Path], None]:
 
 
 def digest_in(store: ArtifactStore) -> str | None:
-    """Digest of the artifact stage/f1 as `store` finds it, here or in the remote."""
+    """Return the digest of the artifact stage/f1 that `store` finds, locally or in the remote store. Return None if
+    there is none."""
     artifact = store.find("stage", "f1")
     return artifact.digest if artifact else None
 
 
 X, Y = (hashlib.md5(content).hexdigest() for content in (b"1", b"2"))
-"""The names of the files `x` and `sub/y` in the remote store."""
+"""Names that the remote store gives to the files `x` and `sub/y`: the MD5 of their contents."""
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_interrupted_push_is_invisible_and_resumes(tmp_path, unsteady, monkeypat
 
 
 def homes() -> set[str]:
-    """Names of the remote folders below the artifact: one per copy."""
+    """Return the names of the remote folders that have a copy of the artifact stage/f1."""
     return {path.split("/")[5] for path in Unsteady.store if path.startswith("/bucket/prefix/stage/f1/")} - {MARKER}
 
 

@@ -36,13 +36,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Path:
-    """Remote folder of the attempts at the artifact that all machines make."""
+    """The remote folder with the attempts of all machines to make the artifact stage/f1."""
     return tmp_path / "remote/attempts/stage-f1"
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[[str], ArtifactStore]:
-    """Return the store of a named machine; all share one remote store. Messages are collected in `messages`."""
+    """Return a function that returns the local store of the machine with a given name. All machines share one remote
+    store. The function's attribute `messages` collects the stores' messages."""
 
     def named(name: str) -> ArtifactStore:
         return ArtifactStore(tmp_path / name, str(tmp_path / "remote"), say=messages.append)
@@ -57,13 +58,13 @@ def workspace(store: ArtifactStore) -> Path:
 
 
 def begin(store: ArtifactStore, afresh: bool = False) -> int:
-    """Begin an attempt and return its number."""
+    """Begin an attempt to make the artifact stage/f1, and return the number of the attempt."""
     store.begin("stage", "f1", afresh)
     return RemoteAttempt.model_validate_json((workspace(store) / ATTEMPT_FILE).read_bytes()).number
 
 
 def offer(store: ArtifactStore, step: int) -> Path:
-    """Announce a checkpoint, which is not complete yet, and return its folder."""
+    """Announce the checkpoint of `step` to the store before it is complete, and return the checkpoint's folder."""
     (workspace(store) / "history.jsonl").write_text(f"{step}\n")
     folder = workspace(store) / f"trainer/checkpoints/step-{step:06d}"
     store.send_checkpoint("stage", "f1", folder, workspace(store) / "best")
@@ -79,13 +80,13 @@ def complete(folder: Path, content: str = "") -> None:
 
 
 def save(store: ArtifactStore, step: int, content: str = "") -> None:
-    """Make a checkpoint and wait until it has been sent."""
+    """Write the checkpoint of `step` and wait until the store has sent it."""
     complete(offer(store, step), content)
     store._senders["stage-f1"].join()
 
 
 def here(store: ArtifactStore) -> dict[str, str]:
-    """Content of each checkpoint in the workspace, by folder name."""
+    """Return the content of each checkpoint in the store's local workspace, by folder name."""
     return {path.name: (path / "tensors/0").read_text() for path in workspace(store).glob("trainer/checkpoints/step-*")}
 
 
@@ -312,7 +313,7 @@ def test_rejects_damaged_checkpoint_and_leaves_no_files(machine, remote, harm):
 
 
 class WithoutConditions(MemoryFileSystem):
-    """A store that accepts the condition of a write but ignores it."""
+    """A file system that accepts the condition of a conditional write but ignores it."""
 
     protocol = "unconditional"
     store: dict = {}  # noqa: RUF012
@@ -327,7 +328,8 @@ class WithoutConditions(MemoryFileSystem):
 
 
 class LooksFirst(WithoutConditions):
-    """A store with fsspec's default: look first, then write, which is not atomic."""
+    """A file system with fsspec's default for conditional writes: it checks for the file and then writes it, which is
+    not atomic."""
 
     pipe_file = AbstractFileSystem.pipe_file
 

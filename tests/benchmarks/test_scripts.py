@@ -22,7 +22,7 @@ from benchmarks.table import Row
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 FOREIGN = ("policy_lerobot", "rl_step_trl", "step_trl", "store_s3", "trl_side")
-"""Scripts that run in an environment of their own, with packages that only this has."""
+"""Names of scripts that need packages of another environment, and so cannot run in this one."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "alfworld": {"GAMES": 1, "GROUP": 2, "STEPS": 2},
@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def names_of(script: str) -> set[str]:
-    """Names that a script defines at its top level, read without running it."""
+    """Return the names that a benchmark script defines at its top level. The script is parsed, not run."""
     names: set[str] = set()
     for node in ast.parse((BENCHMARKS / f"{script}.py").read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -29,7 +29,11 @@ DISK = "96m"
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` of "kill", "pause", "fill" or "cut", `delay` seconds after `step` is done, for `seconds`."""
+    """One fault of a run, which begins `delay` seconds after the training step `step` is done.
+
+    `kind` is "kill" or "pause" (a process of the `victim`), "fill" (the disk), or "cut" (the connections to a joined
+    server). All but "kill" last for `seconds`.
+    """
 
     kind: str
     victim: str
@@ -44,7 +48,11 @@ class Fault:
 
 
 def choose(rng: random.Random, joined: bool) -> list[Fault]:
-    """One to three faults. A joined server is somebody else's: connections to it are cut instead."""
+    """Return one to three random faults, in the order of their times.
+
+    If the run joins a server, the server belongs to somebody else: it is not killed or paused, but connections to it
+    are cut.
+    """
     victims = ["trainer", "run"] if joined else ["server", "trainer", "run"]
     kinds = [("kill", each) for each in victims] + [("pause", each) for each in victims]
     kinds += [("cut", "")] * 2 if joined else []
@@ -57,7 +65,8 @@ def choose(rng: random.Random, joined: bool) -> list[Fault]:
 
 
 def wait(seconds: float, process: subprocess.Popen[bytes], condition: Callable[[], bool] = lambda: False) -> bool:
-    """Sleep until the condition holds or the run has ended; whether the run continues."""
+    """Sleep for `seconds`, or until the condition is true or the run `process` has ended. Return True if the run has
+    not ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not condition() and process.poll() is None:
         time.sleep(0.05)
@@ -65,7 +74,8 @@ def wait(seconds: float, process: subprocess.Popen[bytes], condition: Callable[[
 
 
 def inflict(fault: Fault, training: Training, process: subprocess.Popen[bytes], proxy: Proxy | None) -> str:
-    """Wait for the moment and do it; what was done, "" where the run had ended before."""
+    """Wait for the time of a fault and inflict it on a run. Return a description of the fault, or "" if the run ended
+    before or had no such process."""
     due = wait(600, process, lambda: training.steps_done() >= fault.step) and wait(fault.delay, process)
     if not due:
         return ""
@@ -101,7 +111,8 @@ def can_mount() -> bool:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """`folder` as a disk of its own that `full` can fill; a plain folder where that is not allowed."""
+    """Make `folder` a small disk of its own, which `full` can fill, while the block runs. If this user may not mount
+    disks, make it a plain folder."""
     folder.mkdir(parents=True)
     mounted = can_mount() and (
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]).returncode == 0
@@ -115,7 +126,8 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """Not a byte is free in the disk of `folder`; nothing is done where that is the machine's own disk."""
+    """Fill the disk that is mounted at `folder`, to the last byte, while the block runs. Do nothing if `folder` is on
+    the machine's own disk."""
     ballast = folder / ".ballast"
     if not folder.is_mount():
         yield

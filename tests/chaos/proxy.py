@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Forwards to `url` at an address of its own, `self.url`."""
+    """A proxy at the address `self.url` that forwards all connections to the server at `url`."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -22,7 +22,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """End every connection, and new ones at once, until `restore` is called."""
+        """End all connections now, and each new connection immediately, until `restore` is called."""
         self._cut = True
         for connection in list(self._open):
             _end(connection)

@@ -25,14 +25,18 @@ from tests.chaos.training import OVERRIDES, RECIPE, Training, make_inputs
 
 ATTEMPTS = 5
 LIMIT = 900.0
-"""Seconds that one run may take in all."""
+"""Most seconds that one run may take, with all its attempts."""
 KEY = "a key for chaos"
 NOT_OURS = "not an error of ours:"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Errors that the run stopped with (`stops`), and the digest of its final weights, empty if it did not finish."""
+    """The result of one disturbed run.
+
+    `stops` has one entry for each attempt that ended with an error. `digest` is the digest of the final weights, or ""
+    if the run did not finish. `passed` is True if they equal the weights of the undisturbed run.
+    """
 
     seed: int
     joined: bool
@@ -51,7 +55,8 @@ class Report:
 
 
 class Chaos:
-    """A server to join, the inputs of every run, and the weights of the run that was left alone.
+    """Disturbs runs. It starts the server that some runs join, makes the inputs of all runs, and does one run without
+    disturbing it.
 
     Attributes:
         expected: digest of the undisturbed run's weights.
@@ -92,7 +97,11 @@ class Chaos:
         return training.weights_digest()
 
     def disturb(self, seed: int) -> Report:
-        """Run, disturb, and start again until it ends; everything follows from the seed but what time decides."""
+        """Start a run, inflict faults on it, and start it again after each error, until it finishes or has failed too
+        often. Return what happened.
+
+        The faults follow from the seed, but their effect also depends on timing.
+        """
         rng = random.Random(seed)
         joined = rng.random() < 0.6
         facts = (f'servers.endpoints=["{self._proxy.url}"]',) if joined else ()

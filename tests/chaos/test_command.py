@@ -15,7 +15,7 @@ import tests.chaos.__main__ as command
 @pytest.mark.parametrize("place", ["temporary", "new", "existing"])
 def test_run_leaves_a_clean_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, passed: bool) -> None:
     class Quick:
-        """In place of trainings that take minutes: it writes what they would."""
+        """A replacement of a training, which takes minutes. It writes the files that a training would write."""
 
         expected = "weights"
 

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Run:
-    """The stage train-vlm in a process of its own, started again as often as it is killed."""
+    """A run of the stage train-vlm in a process of its own. After a kill, `start` continues it in a new process."""
 
     def __init__(self, folder: Path, staleness: int, in_flight: bool) -> None:
         self.folder, self.log, self.staleness = folder, folder / "run.log", staleness
@@ -79,11 +79,11 @@ class Run:
         return self.log.read_text(errors="replace").count(f"| 0/{HELDOUT} ")
 
     def evaluated(self) -> list[int]:
-        """Steps after which the held-out set was played."""
+        """Return the steps after which the held-out set was played."""
         return sorted(int(folder.name[-5:]) for folder in (self.folder / "store/evaluations").glob("*-?????"))
 
     def history(self) -> list[int]:
-        """Steps recorded so far, a replayed one as often as it was recorded."""
+        """Return the steps in the run's history, in order. A step that was repeated after a kill occurs repeatedly."""
         files = list((self.folder / "store/workspaces").glob("train-vlm-*/history.jsonl"))
         lines = files[0].read_text().splitlines() if files else []
         return [json.loads(line)["step"] for line in lines if line.endswith("}")]
@@ -99,10 +99,10 @@ def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None
 def killed_run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer
 ) -> Run:
-    """A run that lost its server and its trainer, each at a random moment, and then, in an evaluation, all of itself.
-    It was started again.
+    """A finished run that was disturbed. First its server and then its trainer were killed, each at a random time. Then
+    all of its processes were killed during an evaluation, and it was started again.
 
-    Then on a server that was up: which server generates is a fact of the machine, and may change within a run.
+    After that it joined a running server: the servers belong to the machine's settings, which may change within a run.
     """
     seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
     print(f"ARMATURE_KILL_SEED={seed}")

@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.training import STEPS, Training, children, make_inputs
 
 KILLED_AFTER = (1, 4, 6)
-"""Steps after which a worker is killed."""
+"""Training steps after each of which one rollout worker is killed."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ def is_rollout_worker(command: str) -> bool:
 
 
 def tables(training: Training) -> list[list[dict[str, Any]]]:
-    """The rollouts of every step, without what a clock has measured."""
+    """Return the rows of each step's rollouts, without the columns of measured times."""
     files = sorted((training.store / "rollouts").glob("*/rollouts.parquet"))
     return [pq.read_table(file).drop_columns(["generate_seconds", "environment_seconds"]).to_pylist() for file in files]
 

@@ -34,7 +34,7 @@ OVERRIDES = (
 
 
 def make_inputs(store: Path) -> dict[str, Path]:
-    """The tasks and the model, which every run is given."""
+    """Make the artifacts `tasks` and `model`, which all runs have as inputs, and return their folders by name."""
     recipe = load_recipe(RECIPE, [*OVERRIDES, f'machine.store="{store}"'])
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)
@@ -44,7 +44,10 @@ def make_inputs(store: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Training:
-    """One run with a store of its own; it is started again with the same words. `machine` are facts of its machine."""
+    """One run with a store of its own. Each call of `start` runs the same command again.
+
+    `machine` are settings of the section `machine`, written "key=value".
+    """
 
     folder: Path
     inputs: dict[str, Path]
@@ -74,7 +77,8 @@ class Training:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def weights_digest(self) -> str:
-        """Digest of the final weights, the weights of the best evaluation, and the results of all evaluations."""
+        """Return one digest of the final weights, the weights of the best evaluation, and the results of all
+        evaluations together."""
         (last,) = (self.store / "workspaces").glob(f"train-vlm-*/weights/{STEPS:06d}/model.safetensors")
         evaluations = sorted((self.store / "evaluations").glob("*/results.parquet"))
         digest = hashlib.sha256()
@@ -84,7 +88,7 @@ class Training:
 
 
 def children(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:
-    """Programs under `process` by their command lines."""
+    """Return the descendants of `process` for whose command line `wanted` returns True."""
     result = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -99,6 +103,7 @@ def is_server(command: str) -> bool:
 
 
 def is_trainer(command: str) -> bool:
-    """A rank, not its guard or the parent of several."""
+    """Return True if the command is the trainer's process of one rank, and not its guard or the parent of several
+    ranks."""
     others = ("components/machine/process.py", "armature.components.training.processes")
     return "armature.components.training.service" in command and not any(other in command for other in others)

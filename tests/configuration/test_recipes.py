@@ -20,7 +20,8 @@ from armature.components.evaluation.settings import EvaluateStageSettings
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
 FROZEN = Path(__file__).with_name("recipes.json")
-"""Resolved values by recipe and dotted key. A change of meaning has to change this file."""
+"""File with the resolved values of all recipes, by recipe and dotted key. A change of a recipe's meaning must change
+this file too."""
 
 Keys = tuple[str | int, ...]
 
@@ -58,7 +59,7 @@ def document(values: dict[str, Any]) -> str:
 
 
 def bases(file: Path) -> Iterator[Path]:
-    """The files that `file` extends, under CONFIGS."""
+    """Yield the recipe files that `file` extends, directly or indirectly, relative to CONFIGS."""
     extends = tomllib.loads((CONFIGS / file).read_text()).get("extends")
     if extends:
         base = extends["file"] if isinstance(extends, dict) else extends

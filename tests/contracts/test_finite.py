@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def spoil(path: Path, keys: str, number: str) -> None:
-    """Put `number` where `keys` lead to."""
+    """Replace the value at the dotted path `keys` of a JSON file by the text `number`, such as NaN."""
     document = json.loads(path.read_text())
     *parents, last = [int(key) if key.isdigit() else key for key in keys.split(".")]
     at = document

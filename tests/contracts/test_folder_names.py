@@ -49,7 +49,8 @@ def rows(where: str) -> str:
 
 @pytest.fixture
 def named(request, tmp_path) -> Path:
-    """A folder of the name; beside it one that patterns such as * and [v] match."""
+    """A folder with the tested name. Beside it are folders that the name would match if it were read as a pattern, such
+    as * or [v]."""
     for name in ("v", "beside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.csv").write_text(rows("beside"))
@@ -59,7 +60,7 @@ def named(request, tmp_path) -> Path:
 
 
 def prompts(folder: Path | None, source: str, **changes: object) -> set[str]:
-    """The first words of the questions."""
+    """Return the first word of each question in a dataset environment that reads `source`."""
     split = {"by": "hash", "heldout": 0.5}
     args = {"source": source, "prompt": "{q}", "answer": "a", "rewards": [{"name": "exact_match"}], "split": split}
     settings = EnvironmentSettings.model_validate({"name": "dataset", "args": args | changes})

@@ -20,7 +20,8 @@ from tests.builders import make_machine
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """With a copy of it, as `dvc exp run --temp` makes them; the stages of both are in the folder `demo`."""
+    """A repository with a copy of itself in .dvc/tmp, as `dvc exp run --temp` makes it. Both have their stages in the
+    folder `demo`."""
     folder = (tmp_path / "repository").resolve()
     for root in (folder, folder / ".dvc/tmp/exps/standalone/tmp1"):
         (root / "demo").mkdir(parents=True)
@@ -30,7 +31,7 @@ def repository(tmp_path) -> Path:
 
 @pytest.fixture
 def copy(repository, monkeypatch) -> Path:
-    """The folder of the stages in the copy, as the working folder of a stage's command."""
+    """The folder `demo` in the copy. It is the working folder, as when DVC runs the command of a stage there."""
     result = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
     monkeypatch.setenv("DVC_ROOT", str(repository))
     monkeypatch.chdir(result)

@@ -21,7 +21,8 @@ PROGRAMS = ("armature", "make", "dvc", "prefect")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line of a shell block and every inline command, without comments."""
+    """Return all commands in the documentation as pairs (page, command): lines of shell blocks and inline code, without
+    comments."""
     result = []
     for page in PAGES:
         text = page.read_text()
@@ -128,7 +129,7 @@ def test_tests_named_in_operations_exist(file, name):
 
 
 def walkthrough() -> list[tuple[str, str]]:
-    """(file, function or class) of each step of CONTRIBUTING's walk through the code."""
+    """Return the steps of the walk through the code in CONTRIBUTING.md, as pairs (file, function or class)."""
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Follow one sample")[2].partition("\n## ")[0]
     return sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", section)))
 

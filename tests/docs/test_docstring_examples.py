@@ -13,7 +13,7 @@ PACKAGES = ("armature/*.py", "components/*.py", "tasks/*.py", "flows/*.py", "tes
 
 
 def module_name(path: str) -> str:
-    """Import name of a source file: components/rl/base.py is armature.components.rl.base."""
+    """Return the import name of a source file: components/rl/base.py is armature.components.rl.base."""
     inside = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return inside if inside.startswith(("armature", "tests")) else f"armature.{inside}"
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(page: str, heading: str, number: int = 0) -> list[list[str]]:
-    """The cells of a table below a heading, without its first two rows."""
+    """Return the rows of table number `number` below a heading of a page, as lists of cells, without the header."""
     section = re.split(r"^#+ ", (ROOT / "docs" / page).read_text(), flags=re.M)
     (text,) = (part for part in section if part.partition("\n")[0] == heading)
     result = re.findall(r"(?:^\|.*\|\n)+", text, re.M)[number]
@@ -121,7 +121,7 @@ def test_memory_table_equals_the_estimate(name: str) -> None:
 
 @cache
 def code() -> str:
-    """The product's text, with adjacent string literals joined."""
+    """Return the text of all Python files of the product, with adjacent string literals joined."""
     files = [path for folder in ("armature", "components", "flows", "tasks") for path in (ROOT / folder).rglob("*.py")]
     return re.sub(r"\"\s*\n\s*[rf]?\"", "", "\n".join(path.read_text() for path in files))
 

@@ -31,7 +31,8 @@ def pattern(word: str) -> re.Pattern[str]:
 
 
 def prose(text: str) -> str:
-    """CamelCase apart, and lines, comments and adjacent string literals joined."""
+    """Return a source text in a form to search for words: CamelCase names are split, and lines, comments and adjacent
+    string literals are joined."""
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", EXEMPT.sub("", text))
     text = re.sub(r"\"\s*\n\s*[rf]?\"", "", text)
     return re.sub(r"\s*\n\s*(?:#\s)?", " ", text)

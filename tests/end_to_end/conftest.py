@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def make(recipe: Recipe, name: str, machine: Machine | None = None, **inputs: Artifact) -> Artifact:
-    """Run a stage of the recipe, on its own machine or on another."""
+    """Run the stage `name` of a recipe and return its artifact. `machine` replaces the machine in the recipe."""
     return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine or recipe.sections["machine"])
 
 
 class Project:
-    """A folder with `dvc.yaml`, the recipes and what they depend on; a test may shorten the recipes."""
+    """A git repository with a copy of `dvc.yaml`, the recipes and the code that they depend on. A test may shorten the
+    recipes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -41,7 +41,7 @@ GPU_SCRIPTS = [
     ["scaling_gpu", "small", "one", "copies", "A"],
     ["sync_gpu", "small"],
 ]
-"""Command and toy sizes of each benchmark."""
+"""Arguments of each benchmark that needs a GPU: the name of the script, then arguments that make it small."""
 ROBOT = [
     "demonstrations.episodes_per_task=1",
     "training.max_steps=2",

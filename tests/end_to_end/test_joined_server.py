@@ -33,7 +33,7 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def server(store, joined_url) -> str:
-    """The URL of a server with the recipe's checkpoint."""
+    """The URL of the shared server, after the checkpoint of the recipe was loaded into it."""
     ours = recipe(store, f'machine.servers.endpoints=["{joined_url}"]')
     model = make(ours, "model")
 

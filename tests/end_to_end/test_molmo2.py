@@ -44,7 +44,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Artifact]:
-    """The flow's artifacts. One server, joined by both stages that ask one, is given the weights of each."""
+    """The artifacts of the flow, by stage. The training and the evaluation join the same server, and each loads its own
+    weights into it."""
     folder = tmp_path_factory.mktemp("molmo2")
     recipe = load_recipe("train-vlm/molmo2-tiny", (*SHORT, f'machine.store="{folder / "store"}"'))
     machine, inference = recipe.sections["machine"], recipe.sections["inference"]

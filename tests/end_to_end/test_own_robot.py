@@ -45,7 +45,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A project with eight episodes: the actions are the next joint positions, which move to a corner and back."""
+    """A project with a dataset of eight episodes. Each action is the robot's next joint positions. The robot moves to a
+    corner and back."""
     root = tmp_path_factory.mktemp("own-robot")
     features = {
         "observation.state": Feature(dtype="float32", shape=(6,), names=JOINTS),

@@ -28,7 +28,10 @@ REQUESTS = 24
 
 
 class Asked:
-    """Requests of different lengths, with no image, one or two, and what each was answered in different company."""
+    """Sends the same requests to a pool in different ways: together, one by one, or among other requests.
+
+    The requests have different lengths and zero to two images. The methods return the answers by request.
+    """
 
     def __init__(self, pool: ServerPool, portal: BlockingPortal, sampling: SamplingSettings) -> None:
         self.pool, self.portal, self.sampling = pool, portal, sampling
@@ -54,7 +57,8 @@ class Asked:
         return dict(zip(order, self.portal.call(ask), strict=True))
 
     def among_others(self, order: list[int], delays: Random) -> dict[int, Completion]:
-        """Each at a time of its own, while other requests come and go."""
+        """Send each request at a random time, while other requests are sent and answered. Return the answers by
+        request."""
 
         async def late(index: int, delay: float, seed: int) -> Completion:
             await asyncio.sleep(delay)
@@ -72,7 +76,8 @@ class Asked:
 
 
 def image(seed: int) -> dict[str, Any]:
-    """Every second one is as small as the model's images get: few rows in a product, whose number matters then."""
+    """Return an image of random pixels as a part of a chat message. The images of even seeds are as low as possible:
+    a matrix product with few rows is rounded differently if their number changes."""
     return image_part(noise(seed, width=28 * (1 + seed % 4), height=28 * (1 + seed % 2)))
 
 

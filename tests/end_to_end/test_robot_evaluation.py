@@ -43,7 +43,7 @@ def plan(batch: int, videos: int = 0) -> EvaluateLiberoStageSettings:
 
 
 class Saboteur:
-    """The policy, and at the third question the end of a simulator's process."""
+    """A policy that kills a simulator's process before its third prediction."""
 
     def __init__(self, policy: MolmoAct2Policy, victim: SimulatorProcess) -> None:
         self.n_action_steps, self.action_dimensions = policy.n_action_steps, policy.action_dimensions
@@ -116,7 +116,8 @@ def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
 
 
 class Recorded:
-    """Carries out what it is given, chunk by chunk, in one episode; afterwards it does nothing."""
+    """A policy that returns recorded actions in chunks of 10, for one episode. After the last of them, its actions do
+    nothing."""
 
     n_action_steps = 10
     action_dimensions = 7

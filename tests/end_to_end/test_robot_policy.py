@@ -63,7 +63,7 @@ def project(tmp_path_factory) -> Project:
 
 @pytest.fixture(scope="module")
 def made(project) -> dict[str, Artifact]:
-    """The flow's artifacts by stage."""
+    """The artifacts of the flow train-vla/tiny, by stage."""
     pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
     file = project.folder / "configs/train-vla/tiny.toml"
     recipe = recipe_from_file(file, "train-vla/tiny", [f'machine.store="{project.store}"'])

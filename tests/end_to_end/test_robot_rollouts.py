@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, needs_libero]
 
 SIMULATOR = simulator(camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"})
 WAYS = ((1, 1), (8, 1), (4, 4))
-"""Episodes at once, and simulators' processes."""
+"""Pairs of numbers to test: concurrent episodes, and processes of simulators."""
 
 
 @pytest.fixture(scope="module")

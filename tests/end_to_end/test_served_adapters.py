@@ -25,7 +25,8 @@ MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 
 class Trained:
-    """A tiny model with adapters that have moved, its published versions, and what it answers."""
+    """A tiny model with LoRA adapters, in place of a trainer. `version` gives the adapters random weights and publishes
+    them, and `answer` is its answer to the probe."""
 
     def __init__(self, folder: Path) -> None:
         from armature.components.models.load import load_model, load_processor
@@ -60,7 +61,7 @@ class Trained:
         return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), "float32")
 
     def logprobs(self, prompt: list[int], sampled: list[int], forbidden: tuple[int, ...]) -> Any:
-        """Log-probs of a text, computed by the model in this process."""
+        """Return the log-probs of the `sampled` tokens after the `prompt`, computed by the model in this process."""
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([prompt + sampled])).logits[0]
         logits[:, list(forbidden)] = -torch.inf

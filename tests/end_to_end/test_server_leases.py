@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def second(shared_server, tmp_path) -> Iterator[str]:
-    """The URL of another server."""
+    """The URL of a second server, which has the key and the checkpoint of the shared server."""
     server = real_server(tmp_path / "logs", shared_server.key)
     asyncio.run(server.start(shared_server.checkpoint))
     yield server.url
@@ -50,7 +50,7 @@ def train(store: Path, servers: str) -> Artifact:
 
 @pytest.fixture(scope="module")
 def alone(shared_server, tmp_path_factory) -> Artifact:
-    """The result of a training that has a server for itself."""
+    """The artifact of a training that no other run disturbs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", shared_server.key)
         return train(tmp_path_factory.mktemp("alone"), f'machine.servers.endpoints=["{shared_server.url}"]')
@@ -67,7 +67,7 @@ def refuse_lost_rollouts(made: Artifact) -> None:
 
 
 def begin(folder: Path, servers: Sequence[str]) -> Program:
-    """A run as a process of its own, which waits for servers that another one has."""
+    """Start a run in a process of its own. It waits up to 900 s for servers that another run uses."""
     machine = (f'store="{folder}/store"', f"servers.endpoints={json.dumps(servers)}", "limits.lease_timeout=900")
     command = [sys.executable, "-m", "tests.production.recipe_stages", "train-vlm/colors", *OVERRIDES]
     folder.mkdir(exist_ok=True)

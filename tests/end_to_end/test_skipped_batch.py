@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def poison(folder: Path) -> None:
-    """Two samples; a token id of the second is in no vocabulary."""
+    """Write a batch of two samples, of which the second has an invalid token id."""
     versions, ids = np.array([-1, -1, 1, 1], np.int32), np.array([100, 101, 102, 10**6], np.int32)
     sound = make_sample(input_ids=np.minimum(ids, 103), policy_versions=versions)
     write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=ids)])

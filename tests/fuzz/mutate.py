@@ -16,17 +16,18 @@ HOSTILE: tuple[Any, ...] = (
 
 
 DEEP = "<deep>"
-"""Stands for lists in lists, deeper than a parser can follow; only `dumps` writes it out."""
+"""Placeholder for lists in lists that are nested too deeply for a parser. `dumps` replaces it by the lists."""
 
 
 def dumps(document: Any) -> bytes:
-    """JSON as loose as Python's: NaN and lone surrogates get through."""
+    """Return a document as JSON in Python's loose form, which allows NaN and unpaired surrogates. `DEEP` becomes
+    100,000 nested lists."""
     levels = 100_000
     return json.dumps(document).replace(f'"{DEEP}"', "[" * levels + "]" * levels).encode()
 
 
 def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One to four edits, each of a random kind at a random place."""
+    """Return a copy of the bytes with one to four edits, each of a random kind at a random place."""
     content = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         rng.choice(_EDITS)(content, rng)
@@ -34,7 +35,8 @@ def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def _at(content: bytearray, rng: random.Random) -> int:
-    """Headers are where parsers decide, so half of the places are near the beginning."""
+    """Return a random index in `content`. Half of these are among the first 256 bytes, because parsers decide most by
+    headers."""
     end = min(len(content), 256) if rng.random() < 0.5 else len(content)
     return rng.randrange(end) if end else 0
 
@@ -73,7 +75,8 @@ _EDITS: tuple[Callable[[bytearray, random.Random], None], ...] = (
 
 
 def damaged_document(document: Any, rng: random.Random) -> Any:
-    """A copy of a JSON document in which one to three values, keys or elements are others, gone or doubled."""
+    """Return a copy of a JSON document with one to three random changes: values that are replaced, and keys or elements
+    that are removed, added or doubled."""
     changed = {"root": copy.deepcopy(document)}
     for _ in range(rng.randint(1, 3)):
         holder, key = rng.choice(list(_places(changed)))
@@ -96,7 +99,7 @@ def hostile_value(rng: random.Random) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key)."""
+    """Return a pair (container, key or index) for each value in a JSON document."""
     result, open_ = [], [value]
     while open_:
         holder = open_.pop()

@@ -19,13 +19,14 @@ from tests.fuzz.doors import DOORS, Door
 
 ROOT = Path(__file__).parents[2]
 OPENING = 120.0
-"""Seconds that a door may take until its first input."""
+"""Seconds that a door's process may take from its start to its first input."""
 FINDINGS = ("silent", "raw", "memory", "hang", "died")
 
 
 @dataclass
 class Result:
-    """Results of the inputs of one entry point; `findings` are (number, kind, detail)."""
+    """Results of all inputs of one door. `counts` are the numbers of inputs by result. A finding has the number of its
+    input, its kind and its details."""
 
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, str, str]] = field(default_factory=list)
@@ -39,7 +40,8 @@ class Result:
 
 
 class Worker:
-    """A door's process, its lines, and the end of its error output."""
+    """A process that runs the inputs of a door. `lines` are the lines of its output, and `errors` the last lines of its
+    error output."""
 
     def __init__(self, name: str, seed: str, first: int, stop: int) -> None:
         command = [sys.executable, "-m", "tests.fuzz.worker", name, seed, str(first), str(stop)]
@@ -62,7 +64,8 @@ class Worker:
             self.errors = [*self.errors[-30:], line]
 
     def next(self, timeout: float) -> dict[str, Any] | None:
-        """The next line; None when the process has ended. Raises queue.Empty after `timeout` seconds."""
+        """Wait for the next line of output and return its document; None if the process has ended. Raises queue.Empty
+        after `timeout` seconds."""
         line = self.lines.get(timeout=timeout)
         return None if line is None else dict(json.loads(line))
 
@@ -78,7 +81,8 @@ def running(name: str, seed: str, first: int, stop: int) -> Iterator[Worker]:
 
 
 def fuzz_door(name: str, seed: str, inputs: range, until: float) -> Result:
-    """All inputs, or those that can be begun before the clock reads `until`; a worker that is stuck is replaced."""
+    """Run the inputs of a door that can be begun before the clock reads `until`. A worker that hangs or dies is
+    replaced."""
     result, door, number = Result(), DOORS[name], inputs.start
     while number < inputs.stop and time.monotonic() < until:
         with running(name, seed, number, inputs.stop) as worker:
@@ -87,7 +91,8 @@ def fuzz_door(name: str, seed: str, inputs: range, until: float) -> Result:
 
 
 def _follow(worker: Worker, door: Door, number: int, result: Result, until: float) -> int:
-    """Read a worker's lines; the number that comes next when it is done, stuck or out of time."""
+    """Add a worker's results to `result` until it is done, hangs, dies or runs out of time. Return the number of the
+    next input."""
     limit, began, begun = OPENING, time.monotonic(), False
     while True:
         try:

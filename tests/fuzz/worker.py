@@ -14,17 +14,17 @@ from armature.components.contracts.errors import ArmatureError
 from tests.fuzz.doors import DOORS, Attempt, Silent
 
 GROWTH = 2**20
-"""KiB by which one input may raise the process's peak memory."""
+"""Most KiB by which one input may raise the process's peak memory. More is a finding."""
 
 
 def peak_kib() -> int:
-    """Peak memory of this process in bytes. `ru_maxrss` would include the parent process."""
+    """Return the peak memory of this process in KiB. `ru_maxrss` would include the parent process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1])
 
 
 def outcome(attempt: Attempt, rng: random.Random) -> tuple[str, str]:
-    """Result of one input, with the details of a finding."""
+    """Run one input. Return its result, such as "accepted", and the details if the result is a finding."""
     before = peak_kib()
     try:
         result = "accepted" if attempt(rng) else "refused"
@@ -39,7 +39,8 @@ def outcome(attempt: Attempt, rng: random.Random) -> tuple[str, str]:
 
 
 def main(name: str, seed: str, first: int, stop: int) -> None:
-    """Inputs `first` to `stop` (exclusive); each is a function of the door, the seed and its number."""
+    """Run the inputs with the numbers from `first` to `stop` (exclusive), and write their results as lines of JSON. An
+    input depends only on the door, the seed and its number."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print is not ours to read
 

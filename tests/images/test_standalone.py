@@ -16,14 +16,15 @@ from armature.components.contracts.installation import installed_commit
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "armature-standalone"
 ANYBODY = "12345:0"
-"""A user without a name or files, as OpenShift gives."""
+"""User and group ids without a name or files, such as OpenShift uses for containers."""
 TRAINING = ("armature", "run", "train-vlm/colors")
 STORE = Path("/opt/armature/.armature")
 
 pytestmark = pytest.mark.timeout(3600)
 
 Inside = Callable[..., str]
-"""Runs a command in a container without a network and returns what it printed; `store` is the folder of its runs."""
+"""A function that runs a command in a container without a network, and returns its output. The container has the folder
+`store` in place of its own store."""
 
 
 def output(*command: str | Path, cwd: Path | None = None) -> str:
@@ -57,7 +58,7 @@ def inside() -> Iterator[Inside]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A folder that anybody may write to."""
+    """A folder to which all users may write."""
     folder = tmp_path / "inside"
     folder.mkdir()
     folder.chmod(0o777)
@@ -78,7 +79,7 @@ def test_image_trains_to_the_weights_of_a_checkout(inside, store, tmp_path):
 
 
 def stage(name: str, recipe: str, *words: str) -> tuple[str, ...]:
-    """One stage of an installed recipe."""
+    """Return the command that runs one stage of an installed recipe."""
     configs = "$(python -c 'from armature.components.contracts.installation import CONFIGS; print(CONFIGS)')"
     return ("sh", "-c", f"armature stage {name} --config {configs}/{recipe}.toml {shlex.join(words)}")
 

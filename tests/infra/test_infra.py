@@ -68,7 +68,8 @@ def test_references_between_manifests_resolve():
 
 
 def render(template: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """The job that Prefect's worker makes of the template, with the variables' defaults and `given`."""
+    """Return the job that Prefect's worker makes of a template. Its variables have their defaults, except the
+    `arguments`."""
     from prefect.utilities.templating import apply_values
 
     properties = template["variables"]["properties"]
@@ -181,7 +182,8 @@ def test_network_policies_allow_only_needed_traffic():
 
 
 def lets_through(policies: list[Any], way: str, own: dict[str, str], other: dict[str, str], port: int) -> bool:
-    """True if a pod's network policies allow traffic to (Egress) or from (Ingress) another pod of the namespace."""
+    """Return True if a pod's network policies allow traffic to (`way` Egress) or from (Ingress) another pod of the same
+    namespace. `own` and `other` are the labels of the pods."""
     of_pod = [each for each in policies if way in each["policyTypes"] and selects(each["podSelector"], own)]
     peers = {"Egress": "to", "Ingress": "from"}[way]
     return not of_pod or any(
@@ -336,12 +338,16 @@ SECRET = re.compile(r"(PASSWORD|API_KEY|ACCESS_KEY|(?<!STRING_)SECRET_KEY|AUTH_S
 
 
 def shared(name: str) -> dict[str, str]:
-    """The variables of a file that Compose and Kubernetes both give to a server or its clients."""
+    """Return the environment variables in the file `name`.env. Both Compose and Kubernetes give them to a server or to
+    its clients."""
     return dict(re.findall(r"^(\w+)=(.*)$", (INFRA / f"kubernetes/base/{name}.env").read_text(), re.MULTILINE))
 
 
 def server_of(name: str) -> dict[str, Any]:
-    """Command, and variables that are secrets, of a server in both files; both take the others from `shared`."""
+    """Return the command and the secret variables of a server, as Compose and as Kubernetes start it.
+
+    Check that both get the other variables from the file that `shared` reads.
+    """
     on_cluster = (INFRA / f"kubernetes/base/{name}.yaml").read_text()
     (pod,) = [each for each in yaml.safe_load_all(on_cluster) if each["kind"] == "Deployment"]
     (container,) = pod["spec"]["template"]["spec"]["containers"]
@@ -455,7 +461,7 @@ def test_served_model_settings_equal_the_pool(tmp_path: Path, transfer: str):
 
 
 def given(command: list[str]) -> dict[str, str | None]:
-    """The options of a command."""
+    """Return the options of a command with their values; None for an option without a value."""
     following = [*command[1:], None]
     return {
         name: None if value is None or value.startswith("--") else value

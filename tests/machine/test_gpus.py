@@ -24,7 +24,8 @@ Driver = Callable[[str], None]
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch) -> Driver:
-    """A stand-in for NVIDIA's tool, which lists what there is, whatever the variable says."""
+    """A function that installs a stand-in for nvidia-smi with the given output. Like the real tool, it ignores
+    CUDA_VISIBLE_DEVICES."""
 
     def lists(text: str) -> None:
         tool = tmp_path / "nvidia-smi"

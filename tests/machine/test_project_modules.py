@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def beside(tmp_path) -> Iterator[Path]:
-    """The folder of a recipe with a reward, what it imports, and something else."""
+    """A recipe's folder with a reward, the modules that the reward imports, and an unrelated module."""
     files = {
         "own_reward.py": "from own_helper import size\n\n\ndef short(answer):\n    from own_rules.words import MOST\n"
         "    return float(size(answer) < MOST)\n",

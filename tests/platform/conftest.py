@@ -32,7 +32,10 @@ def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def second_machine() -> Iterator[str]:
-    """A network namespace in which this machine has the address `HERE`; nothing leaves this machine."""
+    """The name of a network namespace, which acts as a second machine. There, this machine has the address `HERE`.
+
+    No packet leaves this machine.
+    """
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root, Linux and iproute2")
     name, ours, theirs = f"scan-{os.getpid()}", f"sc{os.getpid()}a", f"sc{os.getpid()}b"
@@ -56,14 +59,14 @@ def second_machine() -> Iterator[str]:
 
 
 def reachable(namespace: str, ports: set[int]) -> set[int]:
-    """TCP ports of this machine that answer in `namespace`."""
+    """Return those TCP `ports` of this machine to which programs in `namespace` can connect."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-I", "-c", CONNECT, HERE, *map(str, ports)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return {int(line) for line in done.stdout.split()}
 
 
 def assert_closed(namespace: str, processes: list[psutil.Process], programs: set[str]) -> None:
-    """No port of `processes`, among them `programs`, can be reached from `namespace`."""
+    """Check that the `processes` include the `programs`, and that nothing in `namespace` can connect to their ports."""
     commands = " ".join(word for process in processes for word in process.cmdline())
     assert all(program in commands for program in programs)
     sockets = [one for process in processes for one in process.net_connections("tcp")]

@@ -16,7 +16,7 @@ PROPERTY = "/ancestor::div[contains(concat(' ',@class,' '),' schema-form-propert
 
 @contextmanager
 def chromium(dashboard: str, auth_string: str) -> Iterator[Any]:
-    """A browser in which a person has given the password."""
+    """Open Prefect's dashboard in a browser, enter the password, and yield the browser's session."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
@@ -38,7 +38,7 @@ def open_page(browser: Any, url: str) -> Any:
 
 
 def fill_list(page: Any, label: str, values: list[str], control: str) -> None:
-    """Leave exactly these values in the form's list."""
+    """Fill the list called `label` in a form with exactly these values."""
     box = page.locator(f"xpath={LABEL.format(label)}{PROPERTY}").first
     while box.locator(control).count() < len(values):
         box.get_by_text("Add item").click()
@@ -51,10 +51,10 @@ def fill_list(page: Any, label: str, values: list[str], control: str) -> None:
 def start_from_the_form(
     browser: Any, api: httpx.Client, dashboard: str, checkpoints: list[str], seeds: list[str]
 ) -> dict[str, Any]:
-    """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started.
+    """Fill and submit the custom-run form of evaluate/sweep, and return the flow run that it started.
 
-    The form ignores a click that comes before it knows what was typed, so a click that starts nothing is repeated. One
-    that Prefect's API answers with 503, while its database is locked, is repeated, too.
+    The form ignores a click that comes before it has read the typed values, so a click without effect is repeated. A
+    click that Prefect's API answers with 503, because its database is locked, is repeated too.
     """
     from playwright.sync_api import TimeoutError as NoAnswer
 
@@ -76,7 +76,7 @@ def start_from_the_form(
 
 
 def table_of_results(browser: Any, dashboard: str, run_id: str) -> str:
-    """Text of the table on the run's page."""
+    """Return the text of the page with the results table of a flow run."""
     page = open_page(browser, f"{dashboard}/runs/flow-run/{run_id}")
     page.get_by_text("Artifacts", exact=True).last.click()
     page.get_by_text("results", exact=True).first.click()

@@ -9,7 +9,8 @@ import httpx
 
 
 class PrefectApi(httpx.Client):
-    """Asks again after 503, which the server answers while its SQLite database is locked by another request."""
+    """A client of Prefect's API that repeats a request after status 503. The server answers 503 while another request
+    locks its SQLite database."""
 
     def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         deadline = time.monotonic() + 60

@@ -40,7 +40,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Up:
-    """`armature up --detach` in `folder`, its record, and a client that has the password where there is one."""
+    """A platform that was started by `armature up --detach` in `folder`. `api` is a client of Prefect's API that sends
+    the password if there is one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ports = folder, (free_port(), free_port())
@@ -66,7 +67,7 @@ class Up:
         )
 
     def shell(self, line: str) -> subprocess.CompletedProcess[str]:
-        """Run a line of a shell that knows nothing but what `armature env` prints."""
+        """Run a command line in a shell that knows the platform only from the output of `armature env`."""
         line = f'eval "$({sys.executable} -m armature env)" && {Path(sys.executable).parent}/{line}'
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
         environment |= {"PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(self.folder / "of the shell")}

@@ -155,13 +155,13 @@ def test_recipes_have_the_published_settings(name, section):
 
 
 def extended(file: Path) -> set[Path]:
-    """The file, and those that it takes values from."""
+    """Return the recipe file, and the files that it extends directly or indirectly."""
     base = tomllib.loads(file.read_text()).get("extends")
     return {file} | (extended((file.parent / base).resolve()) if base else set())
 
 
 def settings_files(annotation: Any) -> set[str]:
-    """Files that define the settings classes in a type, with the classes that these extend."""
+    """Return the files that define the settings classes in the type `annotation`, and the base classes of these."""
     result = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         classes = annotation.__mro__[: annotation.__mro__.index(Settings)]

@@ -118,7 +118,7 @@ def _played(index, refs):
 
 
 class _NoSamples:
-    """An adapter that keeps nothing, so that nothing but trajectories can decide."""
+    """An adapter that makes no samples, so that results depend only on trajectories."""
 
     def samples(self, outputs, advantages=None):
         from collections import Counter

@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def make_checkpoints(folder: Path) -> None:
-    """Two hardly trained models of the recipe's sizes, as artifacts whose folders lie where the platform is up."""
+    """Make two hardly trained models with the sizes in the recipe. `folder`, where the platform runs, gets links to
+    their artifacts."""
     model = load_recipe("evaluate/sweep").sections["model"].model_dump(mode="json")
     for seed, name in enumerate(CHECKPOINTS):
         tiny = model["tiny"] | {"seed": seed, "format": model["tiny"]["format"] | {"steps": 1}}
@@ -48,7 +49,7 @@ def armature(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Platform:
-    """`armature up` in a folder of its own."""
+    """A platform in a folder of its own, started by `armature up`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +68,7 @@ class Platform:
         self.family = psutil.Process(self.supervisor).children(recursive=True)
 
     def change_sweep(self, server: str) -> None:
-        """Let the sweep join `server` and have fewer tasks."""
+        """Change the parameters of the deployed sweep: it joins `server` and has fewer tasks."""
         sweep = self.api.get("/deployments/name/evaluate/sweep").json()
         parameters = sweep["parameters"]
         parameters["evaluation"]["max_tasks"] = 8

@@ -31,7 +31,8 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class Platform:
-    """The node that has the servers, its compose file, and the variables of a worker, which reach all of them."""
+    """The platform of infra/compose, whose servers run on `node`. `environment` has the variables with which a worker
+    reaches them."""
 
     node: Node
     compose: Compose
@@ -41,7 +42,7 @@ class Platform:
         return self.compose.environment("worker")
 
     def add_servers(self, node: Node) -> None:
-        """Environment of model servers, at its place in the image."""
+        """Link the Python environment of model servers into a node, at its place in the image."""
         (node.folder / ".venv-vllm").symlink_to(Path(__file__).parents[2] / ".venv-vllm")
 
     def start_worker(self, node: Node) -> Program:
@@ -51,7 +52,7 @@ class Platform:
 
 @pytest.fixture(scope="module")
 def platform(network: Network) -> Platform:
-    """Up on PostgreSQL and S3, with its pools and deployments."""
+    """The running platform, which uses PostgreSQL and S3, with its work pools and deployments."""
     began = time.monotonic()
     node = network.add("platform", "postgres", "minio", "prefect-server", "mlflow")
     compose = Compose(SECRETS)

@@ -27,8 +27,16 @@ CODES = {500: "InternalError", 503: "ServiceUnavailable"}
 
 @dataclass
 class Faults:
-    """Shares of requests that are refused with 500 or 503, carried out without an answer, and answered in part; and
-    the longest delay in seconds. `counts` is what was done."""
+    """Faults of the proxy, with the share of requests that each of them affects.
+
+    Attributes:
+        refused: share of requests that are answered with 500 or 503 and not passed on.
+        unanswered: share of requests that are carried out but get no answer.
+        truncated: share of requests whose answer is cut off.
+        delay: longest delay of a request in seconds.
+        away: while set, every connection is reset.
+        counts: numbers of requests by what happened to them.
+    """
 
     refused: float = 0.0
     unanswered: float = 0.0
@@ -42,7 +50,7 @@ class Faults:
         self._rng, self._guard = random.Random(self.seed), Lock()
 
     def choose(self) -> tuple[str, float]:
-        """A fault of a request, and the seconds after which it happens."""
+        """Return the random fault of the next request, or "passed", and the delay in seconds before it."""
         with self._guard:
             drawn, delay = self._rng.random(), self._rng.uniform(0, self.delay)
             what = "passed"
@@ -108,13 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._reset()
 
     def _reset(self) -> None:
-        """End the connection as a router that loses it does: by RST, without a farewell."""
+        """End the connection with a TCP reset (RST) instead of a regular close, as a router that has lost it does."""
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         os.close(self.connection.detach())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are in the log of the server behind."""
+        """Do not log requests: the real server logs them."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -128,7 +136,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def faulty(url: str, faults: Faults) -> Iterator[str]:
-    """The address at which `url` can be reached, with faults."""
+    """Run a proxy with `faults` in front of the server at `url` while the block runs, and yield the proxy's address."""
     parts = urlsplit(url)
     handler = type("Handler", (_Handler,), {"faults": faults, "target": (parts.hostname, parts.port)})
     with _Server(("127.0.0.1", 0), handler) as server:

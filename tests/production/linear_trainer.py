@@ -29,7 +29,8 @@ CONTINUE, PAUSED, OUT, WEIGHTS = "continue", "paused", "out", "model.safetensors
 
 
 def installed(folder: Path) -> str:
-    """PYTHONPATH of programs that have the package which adds the trainer; it is made in `folder`."""
+    """Make a package in `folder` whose entry point adds the trainer `linear`. Return the PYTHONPATH with which programs
+    have it."""
     package = folder / "linear_trainer-0.1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-trainer\nVersion: 0.1\n")
@@ -44,7 +45,7 @@ class LinearTraining(BaseModel):
 
 
 class LinearWorker(ServiceWorker):
-    """Learns to reverse vectors; each rank has others."""
+    """A trainer of a linear layer that learns to reverse random vectors. Each rank draws different vectors."""
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         model = torch.nn.Linear(8, 8)
@@ -74,7 +75,7 @@ class LinearWorker(ServiceWorker):
 
 
 class Printed:
-    """Events of which messages are printed."""
+    """An implementation of `Events` that prints messages and ignores all else."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 
@@ -92,7 +93,8 @@ class LinearClient(ServiceClient):
 
 
 def train(folder: Path, machine: Machine) -> None:
-    """Pauses after a step until there is the file CONTINUE, so that something can happen then."""
+    """Run the training. After step `PAUSED_AFTER` it pauses until the file `CONTINUE` exists, so that a test can cause
+    a fault then."""
     with LinearClient(LinearTraining(), machine, folder / "trainer") as trainer:
 
         def one_step(step: int) -> Any:

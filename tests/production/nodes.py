@@ -19,17 +19,17 @@ from typing import Self
 from armature.components.machine.process import Program
 
 DISK = Path("/srv")
-"""Folder at which every node has its own disk; its programs run there."""
+"""Folder at which each node sees its own disk. It is the working folder of the node's programs."""
 
 _START = (
     "mount --bind $0 /srv && mount --bind $1 /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname $2"
     " && ip link set lo up && cd /srv || exit; touch .up; sleep infinity & while :; do wait; done"
 )
-"""The first process of a node: it stays, and reaps what loses its parent."""
+"""Shell command of a node's first process. It sets the node up, stays, and reaps processes that lose their parent."""
 
 
 def wait_for(condition: Callable[[], bool], while_running: Program, seconds: float = 300) -> None:
-    """Return when the condition holds. Raises AssertionError if the program ended before, or after `seconds`."""
+    """Wait until the condition is true. Raise AssertionError if the program ends before, or after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert while_running.returncode is None, f"ended too early:\n{while_running.tail(60)}"
@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], bool], while_running: Program, seconds: flo
 
 
 class Node:
-    """A machine that runs. It sees `folder` as `DISK`."""
+    """A running node. Its disk is `folder` on this machine, which the node sees at `DISK`."""
 
     def __init__(self, name: str, address: str, folder: Path, hosts: Path) -> None:
         self.name, self.address, self.folder = name, address, folder
@@ -52,7 +52,7 @@ class Node:
         (self.pid,) = (child.pid for child in unshare.children())
 
     def kill(self) -> None:
-        """End every process of it at once, as when its power is cut. Its disk keeps what was written."""
+        """Kill all processes of the node at the same moment, as a power cut does. The files on its disk stay."""
         os.kill(self.pid, signal.SIGKILL)
         self._init.wait()
 
@@ -64,11 +64,12 @@ class Node:
         return self._init.returncode is None
 
     def start(self, command: Sequence[str | Path], environment: Mapping[str, str] = {}, log: str = "log") -> Program:
-        """A program of this node, with these variables alone; its output goes to `folder / log`."""
+        """Start a program on this node, with only these environment variables and the basic ones. Its output is written
+        to `folder / log`."""
         return Program(self._within(command, environment), log=self.folder / log)
 
     def run(self, command: Sequence[str | Path], environment: Mapping[str, str] = {}, seconds: float = 300) -> str:
-        """Run a program to its end; what it wrote. Raises AssertionError if it failed."""
+        """Run a program on this node to its end, and return its standard output. Raise AssertionError if it fails."""
         done = subprocess.run(
             self._within(command, environment), capture_output=True, text=True, timeout=seconds, check=False
         )
@@ -87,7 +88,7 @@ class Node:
 
 
 class Network:
-    """Nodes on one switch, which know each other by name."""
+    """A network of nodes that are connected to one switch and find each other by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._count = folder, 0
@@ -109,7 +110,10 @@ class Network:
         self._nodes.close()
 
     def add(self, name: str, *aliases: str) -> Node:
-        """A new node with an empty disk, on the network as `eth0`, under its name and `aliases`."""
+        """Add a node with an empty disk to the network, and return it. Other nodes find it by its name and `aliases`.
+
+        The interface to the network is called `eth0` on the node.
+        """
         node = self._add(name)
         with self._hosts.open("a") as hosts:
             hosts.write(f"{node.address} {' '.join((name, *aliases))}\n")
@@ -120,12 +124,13 @@ class Network:
         return node
 
     def unplug(self, node: Node) -> None:
-        """Pull the node's cable: nothing that is sent to it or by it arrives, and nobody is told."""
+        """Disconnect a node from the switch, as if its cable were pulled. Packets from and to the node are lost, and
+        senders get no error."""
         self._ip("link", "set", "dev", node.name, "nomaster")
 
     @contextmanager
     def unplugged(self, node: Node) -> Iterator[None]:
-        """Within, as after `unplug`."""
+        """Disconnect a node from the switch while the block runs; see `unplug`."""
         self.unplug(node)
         try:
             yield
@@ -139,5 +144,6 @@ class Network:
         return node
 
     def _ip(self, *words: str) -> None:
-        """In the network of the switch, but seeing the processes of this machine, by which nodes are named."""
+        """Run the program `ip` in the network namespace of the switch. It sees the processes of this machine, because
+        nodes are given by process id."""
         subprocess.run(["nsenter", f"--target={self._switch.pid}", "--net", "ip", *words], check=True)

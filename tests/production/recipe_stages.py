@@ -54,7 +54,7 @@ RECIPES = {
         "evaluation.max_steps.libero_spatial=20",
     ),
 }
-"""Each with fewer and smaller steps than it has."""
+"""Recipes by name, each with overrides that make its steps fewer and smaller."""
 
 
 def main(name: str, *overrides: str) -> None:

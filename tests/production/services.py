@@ -15,14 +15,17 @@ from tests.production.nodes import DISK, Node, wait_for
 
 COMPOSE = Path(__file__).parents[2] / "infra/compose"
 IN_IMAGES = {"/home/armature": DISK / "home", "/opt/armature": DISK, "/tmp/": f"{DISK}/tmp/"}
-"""Folders of an image, and what a node has in their place."""
+"""Paths in the container images, and the paths on a node that replace them."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 def start_postgres(node: Node, password: str, databases: Path) -> Program:
-    """Debian's PostgreSQL as the user `postgres`, with the password of `armature` and the databases of an SQL file."""
+    """Start PostgreSQL on a node, as the system user `postgres`. Its superuser is `armature` with this password.
+
+    `databases` is an SQL file that makes the databases.
+    """
     folder = DISK / "postgres"
     binaries = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
     result = shutil.which("initdb") or (binaries[-1] / "initdb" if binaries else None)
@@ -45,10 +48,11 @@ def start_postgres(node: Node, password: str, databases: Path) -> Program:
 
 
 def start_s3(node: Node, client: Mapping[str, str], *buckets: str) -> Program:
-    """moto's server in MinIO's place: S3's protocol, objects in memory, any credentials.
+    """Start moto's S3 server on a node, in place of MinIO, and create the buckets. It has objects in memory and accepts
+    any credentials.
 
     Args:
-        client: variables with the address and credentials.
+        client: environment variables with the server's address and credentials.
     """
     port = client["AWS_ENDPOINT_URL"].rpartition(":")[2]
     server = node.start(["moto_server", "--host=0.0.0.0", f"--port={port}"], log="s3.log")
@@ -59,10 +63,10 @@ def start_s3(node: Node, client: Mapping[str, str], *buckets: str) -> Program:
 
 
 class Compose:
-    """The services of compose.yaml, each a program of a node.
+    """The services in compose.yaml. `start` runs a service as a program of a node instead of a container.
 
     Args:
-        variables: what `.env` says.
+        variables: values of the variables that the file `.env` would set.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -70,7 +74,7 @@ class Compose:
         self._variables = variables
 
     def environment(self, name: str) -> dict[str, str]:
-        """Environment variables of a service, without those of its image."""
+        """Return the environment variables of a service. Variables that its image sets are not included."""
         service = self._services[name]
         arguments = dict[str, str]()
         if file := service.get("env_file"):
@@ -80,7 +84,7 @@ class Compose:
         return {**ONE_THREAD, **OFFLINE, **{key: self._filled(value) for key, value in arguments.items()}}
 
     def files(self, name: str) -> dict[str, Path]:
-        """Files of this repository that a service has, by where it has them."""
+        """Return the files of this repository that are mounted into a service, by their paths in the container."""
         parts = [volume.split(":") for volume in self._services[name].get("volumes", ())]
         return {part[1]: COMPOSE / part[0] for part in parts if part[0].startswith(".")}
 
@@ -105,7 +109,8 @@ class Compose:
         wait_for(healthy, service)
 
     def _filled(self, text: str) -> str:
-        """`${NAME}`, `${NAME:-default}` and `${NAME:?message}` replaced, and folders of the image."""
+        """Return a text in which `${NAME}`, `${NAME:-default}` and `${NAME:?message}` are replaced by the variables'
+        values, and folders of the image by folders of a node."""
 
         def value(result: re.Match[str]) -> str:
             name, kind, default = result.groups()

@@ -42,10 +42,11 @@ def now() -> str:
 
 
 def variables(container: Object, documents: list[Object], secret: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Environment variables of a container.
+    """Return the environment variables of a container. `documents` are the manifests, and `secret` has the secrets by
+    name.
 
     Raises:
-        KeyError: it needs a ConfigMap or a secret that is not there.
+        KeyError: the container needs a ConfigMap or a secret that does not exist.
     """
     named = {each["metadata"]["name"]: each["data"] for each in documents if each["kind"] == "ConfigMap"}
     result: dict[str, str] = {}
@@ -69,11 +70,12 @@ def variables(container: Object, documents: list[Object], secret: dict[str, dict
 
 @dataclass
 class Cluster:
-    """
+    """A stand-in for a Kubernetes cluster: its API server, and the processes of its pods.
+
     Args:
-        rules: of the worker's Role.
-        run: starts the first container of a pod.
-        log: of the pod with that name.
+        rules: the rules of the worker's Role, which decide the requests that the API allows.
+        run: starts the first container of a pod as a process.
+        log: returns the log of the pod with the given name.
     """
 
     rules: list[Object]
@@ -92,7 +94,7 @@ class Cluster:
 
     @contextmanager
     def serve(self) -> Iterator[str]:
-        """The address of its API, for as long as the context is open."""
+        """Serve the cluster's API while the block runs, and yield its address."""
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE", "PATCH", "PUT"])])
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run)
@@ -228,7 +230,7 @@ class Cluster:
         )
 
     def delete(self, job: str) -> None:
-        """The Job and its pods, as `kubectl delete job` does."""
+        """Delete a Job and its pods, as `kubectl delete job` does."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._delete, job)
 
@@ -273,7 +275,7 @@ def failure(code: int, reason: str, message: str = "") -> Response:
 
 
 def selected(each: Object, request: Request) -> bool:
-    """True if an object has the labels that the request selects."""
+    """Return True if an object has the labels that the query parameter `labelSelector` of the request requires."""
     labels = each["metadata"].get("labels", {})
     terms = [term for term in request.query_params.get("labelSelector", "").split(",") if term]
     return all(

@@ -24,7 +24,7 @@ from tests.production.faulty_network import Faults, faulty
 
 URL = "s3://bucket/prefix"
 AWAY = 60.0
-"""Seconds, far more than the waits within the client of S3."""
+"""Seconds for which the server is away. This is far longer than the S3 client itself waits between its attempts."""
 FAULTS = {"refused": 0.14, "unanswered": 0.04, "truncated": 0.02, "delay": 0.2}
 
 
@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def held(server: Server) -> dict[str, str]:
-    """Files of the artifacts on the server, by marker: relative path to SHA-256."""
+    """Return the SHA-256 of each artifact file on the server that a marker lists, by the file's path in the store."""
     files = {}
     for name in (name for name in server.names() if name.endswith(MARKER)):
         home = name.removesuffix(f"/{MARKER}")
@@ -47,7 +47,7 @@ def held(server: Server) -> dict[str, str]:
 
 
 def made(store: Path) -> dict[str, str]:
-    """Files of the artifacts in a store: relative path to SHA-256."""
+    """Return the SHA-256 of each artifact file in a local store, by the file's path in the store."""
     homes = [home for home in store.glob("*/*") if home.parent.name not in NO_STAGES and read_record(home)]
     files = (path for home in homes for path in home.rglob("*") if path.is_file())
     return {path.relative_to(store).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}

@@ -20,7 +20,7 @@ from tests.chaos.training import children, is_trainer
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
-"""The environment that has the simulator."""
+"""Python interpreter of the environment in which the simulator is installed."""
 STEPS, GROUPS, MEMBERS = 2, 2, 4
 OVERRIDES = (
     "demonstrations.episodes_per_task=4",
@@ -38,10 +38,10 @@ OVERRIDES = (
     "evaluation.max_steps.libero_spatial=20",
 )
 LEARNED = ("robot-rollouts", "robot-batches", "train-vla-rl", "evaluate-libero", "compare-libero", "workspaces")
-"""Folders of the store that the flow fills from its learning by trying on."""
+"""Folders of the store that the flow fills from reinforcement learning on, after demonstrations and imitation."""
 
 TABLES = "robot-*/*/*.parquet"
-"""Rollouts and batch of each step, in this order."""
+"""Pattern of the tables that the flow writes: the rollouts of a step and then its batch, step by step."""
 
 FAULTS = (
     *((0, "flow"), (0, "simulator"), (1, "trainer"), (1, "simulator")),
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 class Flow:
-    """`armature run train-vla-rl/tiny`, shortened, in a folder of its own; it may be started again."""
+    """A shortened `armature run train-vla-rl/tiny` in a folder of its own. It can be started again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "run.log"
@@ -77,7 +77,7 @@ class Flow:
         assert process.wait() == 0, self.log.read_text(errors="replace")[-4000:]
 
     def files(self, pattern: str) -> dict[str, bytes]:
-        """Digests of files in the store, by path."""
+        """Return the contents of the files in the store that match `pattern`, by path."""
         result = sorted(path for path in self.store.glob(pattern) if path.is_file())
         return {str(path.relative_to(self.store)): path.read_bytes() for path in result}
 
@@ -91,7 +91,8 @@ VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}
 
 @pytest.fixture(scope="module")
 def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
-    """One that was left alone, and one that was disturbed, from the same demonstrations and imitation."""
+    """Two finished flows with the same demonstrations and the same imitation: an undisturbed one, and one that was
+    disturbed during reinforcement learning."""
     seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
     print(f"ARMATURE_KILL_SEED={seed}")
     folder = tmp_path_factory.mktemp("flows")
@@ -103,8 +104,11 @@ def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
 
 
 def disturb(flow: Flow, rng: random.Random) -> None:
-    """Kill what FAULTS names, up to 3 s after so many of its tables are there, a trainer within the second in which it
-    is sure to work; a flow that was killed starts again."""
+    """Run a flow to its end, and inflict `FAULTS` on it.
+
+    A fault is a number of tables and a victim. The victim is killed up to 3 s after the flow has written so many
+    tables; a trainer is killed within 1 s, while it certainly works. If the whole flow is killed, it is started again.
+    """
     process = flow.start()
     for tables, name in FAULTS:
         while len(flow.files(TABLES)) < tables or not children(process, VICTIMS.get(name, is_simulator)):

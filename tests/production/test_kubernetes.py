@@ -39,7 +39,7 @@ SECRETS = {
 }
 PLATFORM, RUNS = Path(sys.executable).parent, ROOT / ".venv/bin"
 PATIENCE = 1200.0
-"""Seconds, on a machine that has much else to do: nothing here hangs on how fast it is."""
+"""Most seconds to wait for an event. They are many because the machine may be busy, and no test depends on speed."""
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
@@ -65,7 +65,8 @@ def answers(url: str) -> bool:
 
 
 class Node:
-    """Runs containers as processes of this machine: addresses and folders of the manifests become local ones."""
+    """A node that runs containers as processes of this machine. Addresses and folders in the manifests are replaced by
+    local ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,19 +129,19 @@ class Platform:
     client: SyncPrefectClient
 
     def submit(self) -> UUID:
-        """A run of quantile-stats/folder."""
+        """Start a flow run of quantile-stats/folder and return its id."""
         deployment = self.client.read_deployment_by_name("quantile-stats/folder")
         return self.client.create_flow_run_from_deployment(deployment.id).id
 
     def ended(self, run: UUID) -> State:
-        """The state in which the run ends."""
+        """Wait until a flow run has ended, and return its final state."""
         return until(
             lambda: state if (state := self.client.read_flow_run(run).state).is_final() else None,
             lambda: f"{self.client.read_flow_run(run).state}\n{self.node.said('worker')}\n{self.cluster.refused}",
         )
 
     def job(self, run: UUID) -> Object:
-        """The Job of the run."""
+        """Return the Kubernetes Job of a flow run."""
         return self.of_run("jobs", run)
 
     def pod(self, run: UUID) -> Object:
@@ -198,8 +199,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process as the kubelet does, with SIGKILL after the grace period, which Prefect's worker sometimes
-    needs."""
+    """Stop a process as the kubelet does: with SIGTERM, and with SIGKILL after a grace period. Prefect's worker
+    sometimes needs the SIGKILL."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)
@@ -208,7 +209,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def access(server: str, token: str) -> Object:
-    """A kubeconfig."""
+    """Return a kubeconfig for the API at `server`, with the worker's token."""
     return {
         "apiVersion": "v1",
         "kind": "Config",

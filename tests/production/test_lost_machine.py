@@ -44,7 +44,7 @@ experiment = client.get_experiment_by_name("train-vlm").experiment_id
 runs = client.search_runs([experiment], "tags.`armature.stage` = 'train-vlm' and attributes.status = 'FINISHED'")
 print([[point.step for point in client.get_metric_history(run.info.run_id, "reward")] for run in runs])
 """
-"""Prints the steps of the curves of trainings that have ended."""
+"""Program that prints the steps of the reward curve of each finished training in MLflow."""
 STATUSES = """
 from mlflow import MlflowClient
 
@@ -52,14 +52,14 @@ client = MlflowClient()
 runs = client.search_runs([client.get_experiment_by_name("train-vlm").experiment_id])
 print(sorted(f"{run.data.tags.get('armature.stage', 'flow')} {run.info.status}" for run in runs))
 """
-"""Prints how runs and stages ended."""
+"""Program that prints the final status of each flow and stage in MLflow."""
 
 pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclass(frozen=True)
 class WorkerNode:
-    """A node with a worker, and a store of its own that is empty at first."""
+    """A node with a Prefect worker and with a local store of its own, which is empty at first."""
 
     node: Node
     worker: Program
@@ -78,22 +78,26 @@ class WorkerNode:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def has_sent_a_checkpoint(self) -> bool:
-        """True if the first checkpoint was sent, and another step was finished after it."""
+        """Return True if the node has sent its first checkpoint to the remote store, and has then done another step."""
         return self.steps_done() > SAVE_EVERY and f"sent the checkpoint of step {SAVE_EVERY} to" in self.said()
 
     def made(self, stage: str) -> Artifact:
-        """The only artifact of `stage`."""
+        """Return the only artifact of `stage` in the node's store."""
         (result,) = [artifact for artifact in ArtifactStore(self.store) if artifact.kind == stage]
         return result
 
     def rollouts(self) -> dict[str, str]:
-        """The digests of the steps' rollouts, by fingerprint."""
+        """Return the digest of each step's rollouts in the node's store, by the artifact's folder name."""
         return {each.path.name: each.digest for each in ArtifactStore(self.store) if each.kind == "rollouts"}
 
 
 @dataclass(frozen=True)
 class TakenUp:
-    """A run that was on `lost`, watched by `first`, and then on `taker`, watched by `second`."""
+    """A run that two nodes have made. It began on the node `lost`, which was killed, and was continued by the node
+    `taker`.
+
+    The programs `first` and `second` submitted it and watched it.
+    """
 
     lost: WorkerNode
     first: Program
@@ -113,7 +117,7 @@ def add(network: Network, platform: Platform, name: str) -> WorkerNode:
 
 
 def submit(platform: Platform, name: str, *values: str, log: str) -> Program:
-    """Run a deployment; what is returned ends as the run does."""
+    """Submit the deployment `name` and watch the run. The returned program ends with the run, and with its result."""
     sets = [f"--set={value}" for value in values]
     command = ["python", "-m", "armature", "submit", name, *sets, "--machine=remote_store=s3://artifacts", "--watch"]
     return platform.node.start(command, platform.environment, log)
@@ -124,7 +128,8 @@ def weights(trained: Path) -> str:
 
 
 def played(store: Path, trained: Path) -> list[tuple[Any, ...]]:
-    """Step, trajectory, task, reward and sampled tokens of each rollout that the training names."""
+    """Return the step, trajectory id, task id, reward and sampled token ids of each rollout in the training's
+    lineage."""
     result: list[tuple[Any, ...]] = []
     for row in json.loads((trained / "lineage.json").read_text()):
         rollouts = ArtifactStore(store).find_digest(row["rollouts"])

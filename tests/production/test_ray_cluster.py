@@ -101,7 +101,8 @@ def ray_cluster(network: Network) -> RayCluster:
 
 
 def start(node: Node | None, folder: Path, recipe: str, *machine: str) -> Program:
-    """The stages of a recipe, on a node or on this machine; its store is in `folder`, as who runs it sees it."""
+    """Start a program that runs the stages of a recipe, on a node, or on this machine if `node` is None. Its store is
+    in `folder`, a path on that machine."""
     facts = [f"machine.{fact}" for fact in (f'store="{folder}/store"', *machine)]
     command = [str(PYTHON), "-m", "tests.production.recipe_stages", recipe, *RECIPES[recipe], *facts]
     variables = {**ENVIRONMENT, "VLLM_API_KEY": KEY}
@@ -111,13 +112,13 @@ def start(node: Node | None, folder: Path, recipe: str, *machine: str) -> Progra
 
 
 def ended(program: Program) -> str:
-    """Its digest of the weights."""
+    """Wait until a program of `start` has ended, and return the digest of the weights that it printed."""
     assert program.wait(1500) == 0, program.tail(60)
     return re.findall(f"{WEIGHTS}(.*)", program.tail(60))[0]  # Ray may speak of lost nodes after it
 
 
 def serve(node: Node, recipe: str, model: Path) -> Program:
-    """A model server that all nodes reach."""
+    """Start a model server on a node, at an address that all nodes can reach."""
     sections = load_recipe(recipe, RECIPES[recipe]).sections
     machine, inference = sections["machine"], sections["inference"]
     assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)

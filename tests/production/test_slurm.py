@@ -24,7 +24,7 @@ from tests.production.services import OFFLINE, ONE_THREAD
 from tests.robots.imitation.conftest import write_dataset
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-ray/bin"
-"""The environment of the project, with Ray."""
+"""Folder of the programs of the project's environment that includes Ray."""
 PYTHON = ENVIRONMENT / "python"
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", PYTHON) if shutil.which(name) is None]
 
@@ -55,14 +55,15 @@ KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-"""Each node has its own munged; cores and memory are as many as the jobs ask for."""
+"""Configuration of SLURM. Each node has its own munged, and as many cores and as much memory as the jobs request."""
 PROGRAM = """\
 #!/bin/bash
 echo "run after ${SLURM_RESTART_COUNT:-0} with $RAY_AUTH_MODE"
 until [ -e end ]; do sleep 0.2; done
 exit "$(cat end)"
 """
-"""A stand-in for `python -m armature run`."""
+"""Shell script that replaces `python -m armature run`. It runs until the file `end` exists, and ends with the exit code
+in it."""
 TRAINING = """\
 flow = "train-vla"
 description = "A tiny policy, which trains for half a minute."
@@ -108,7 +109,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 @dataclass(frozen=True)
 class Cluster:
-    """SLURM, and a folder that all nodes see."""
+    """A SLURM cluster: its controller, its nodes by name, and a folder that all of them share."""
 
     controller: Node
     nodes: dict[str, Node]
@@ -127,7 +128,7 @@ class Cluster:
         return self.run(str(PYTHON), "-m", "armature", "submit", recipe, "--slurm", *words).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Fields of a job in the output of scontrol."""
+        """Return the fields that scontrol prints for a job, by name."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.partition("=")[::2] for word in words)
 
@@ -145,13 +146,13 @@ class Cluster:
         return file.read_text() if file.exists() else ""
 
     def wait_for_start(self, number: str, restarts: int) -> None:
-        """Until the program runs, after so many restarts of the job."""
+        """Wait until the program of a job runs for the time after `restarts` restarts of the job."""
         self.wait_until(number, lambda _: f"run after {restarts} with token" in self.log(number))
 
 
 @pytest.fixture(scope="module")
 def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """A controller and four nodes: the jobs have two, and two tests lose one."""
+    """A cluster with a controller and four nodes. A job uses two nodes, and two tests each lose one node."""
     folder = tmp_path_factory.mktemp("shared")
     controller = network.add("controller")
     nodes = {name: network.add(name) for name in ("node1", "node2", "node3", "node4")}
@@ -180,7 +181,7 @@ def start_munged(node: Node, key: bytes) -> None:
 
 @pytest.fixture
 def script(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job of a recipe, with a program in place of `python -m armature` that ends as the file `end` says."""
+    """The job script of a recipe, in which `PROGRAM` replaces `python -m armature run`."""
     program = cluster.folder / "program"
     program.write_text(PROGRAM)
     program.chmod(0o755)
@@ -234,13 +235,13 @@ def test_sbatch_receives_options_unchanged(cluster):
 
 
 def steps_done(store: Path) -> int:
-    """Processes of the running training."""
+    """Return the number of steps that the training in this store has finished."""
     histories = list(store.glob("workspaces/train-vla-*/history.jsonl"))
     return len(histories[0].read_text().splitlines()) if histories else 0
 
 
 def weights(store: Path) -> str:
-    """The digest of what was trained, which is then forgotten."""
+    """Return the digest of the trained weights in a store, and delete the training from the store."""
     (file,) = store.glob("train-vla/*/checkpoint/model.safetensors")
     digest = sha256(file.read_bytes()).hexdigest()
     for made in (store / "train-vla", *store.glob("workspaces/train-vla-*")):
@@ -255,7 +256,7 @@ def raylet_of(node: Node) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> str:
-    """The weights of TRAINING without SLURM, by two ranks of one machine."""
+    """The digest of the weights that `TRAINING` gives without SLURM, with two ranks on one machine."""
     write_dataset(cluster.folder / "data", 6)
     (cluster.folder / "training.toml").write_text(TRAINING)
     armature = ["env", "-C", str(cluster.folder), str(PYTHON), "-m", "armature"]

@@ -18,11 +18,12 @@ from tests.chaos.training import STEPS, Training, make_inputs
 
 pytestmark = pytest.mark.timeout(1800)
 BEGUN = 4
-"""Steps of the first machine when the second one begins; a checkpoint has arrived then."""
+"""Number of steps that the first machine has done when the second one begins. The remote store then has a
+checkpoint."""
 
 
 def stored(training: Training) -> dict[tuple[str, str], str]:
-    """The digests of the rollouts and batches in the store of a machine."""
+    """Return the digests of the rollouts and batches in the store of one machine's training, by kind and name."""
     result = {(each.kind, each.path.name): each.digest for each in ArtifactStore(training.store)}
     return {key: digest for key, digest in result.items() if key[0] in ("rollouts", "batches")}
 

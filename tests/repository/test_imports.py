@@ -26,7 +26,7 @@ def import_graph(*packages: str) -> grimp.ImportGraph:
 
 
 def circle_of_modules(graph: grimp.ImportGraph) -> list[str]:
-    """One circle, or nothing. A package stands for its `__init__.py`."""
+    """Return the modules of one import cycle, or [] if there is no cycle. A package stands for its `__init__.py`."""
     try:
         TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
     except CycleError as error:
@@ -35,7 +35,8 @@ def circle_of_modules(graph: grimp.ImportGraph) -> list[str]:
 
 
 def circles_of_siblings(graph: grimp.ImportGraph) -> list[tuple[str, str]]:
-    """Imports that close a circle among the modules and packages of one package, each with all that is in it."""
+    """Return the imports that close a cycle between children of the same package. A child package includes all modules
+    in it."""
     packages = (name for name in graph.modules if graph.find_children(name))
     return sorted(pair for name in packages for pair in graph.nominate_cycle_breakers(name))
 
@@ -75,7 +76,7 @@ def test_packages_have_no_circular_imports(product):
 
 
 def write_package(root: Path, texts: dict[str, str]) -> None:
-    """Modules by name, each folder a package."""
+    """Write modules with the given texts, by name, below `root`. Each folder becomes a package."""
     for name, text in texts.items():
         file = root / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

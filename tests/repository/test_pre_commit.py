@@ -25,7 +25,7 @@ def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the tracked files under git, with the environment of this one."""
+    """A git repository with a copy of the files that git tracks here. It uses this checkout's Python environment."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in run(ROOT, "git", "ls-files").stdout.splitlines():
         if os.path.lexists(ROOT / name):

@@ -15,7 +15,7 @@ from tests.builders import make_machine
 
 @pytest.fixture(scope="session")
 def demo_stages() -> Iterator[ModuleType]:
-    """Registers the stages of demo_stages.py as another package would, by name."""
+    """The module demo_stages.py, whose stages are registered by name, as another package would register its stages."""
     spec = importlib.util.spec_from_file_location("demo_stages", Path(__file__).with_name("demo_stages.py"))
     module = importlib.util.module_from_spec(spec)
     sys.modules["demo_stages"] = module

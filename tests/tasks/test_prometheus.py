@@ -23,7 +23,7 @@ def free_address() -> str:
 
 
 def read(text: str) -> dict[tuple[str, ...], float]:
-    """Value by name and labels, without "run"."""
+    """Return the samples in a Prometheus text: the value by the metric's name and its labels except "run"."""
     return {
         (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "run")): sample.value
         for family in text_string_to_metric_families(text)

@@ -24,7 +24,7 @@ FINGERPRINT = "0" * 20
 
 @pytest.fixture
 def trained(tmp_path) -> Artifact:
-    """A checkpoint as a training leaves it, also in a remote store."""
+    """The artifact of a training with a checkpoint, in a local and in a remote store."""
 
     def fill(folder: Path) -> None:
         make_tiny_checkpoint("qwen2-vl", folder / "checkpoint", 0, SMALL)
@@ -35,7 +35,7 @@ def trained(tmp_path) -> Artifact:
 
 
 def fill_with_another(folder: Path) -> None:
-    """The same path on another machine."""
+    """Fill an artifact's folder with other contents, as a training on another machine would."""
     (folder / "weights").write_text("others")
     write_manifest(folder, kind="train-vlm", kind_version=1, rows={}, drops={}, inputs={}, settings={})
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server", "demo_stages", "tracking"
 
 @pytest.fixture
 def chain(demo_stages, machine):
-    """The flow tasks -> train; returns its artifacts and MLflow run."""
+    """A flow that runs the demo stages tasks and train. It returns the id of its MLflow run and the two artifacts."""
     from armature.tasks.flow_run import tracked_flow
     from armature.tasks.run_stage import run
 
@@ -51,7 +51,8 @@ def task_runs(flow_run_id) -> dict[str, str]:
 
 
 def eventually(check, seconds=20.0):
-    """Task runs reach the server as events, a little later."""
+    """Wait until `check` returns a true value. Task runs reach the server as events, so they appear there a little
+    later."""
     import time
 
     deadline = time.monotonic() + seconds

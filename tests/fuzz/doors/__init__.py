@@ -19,7 +19,7 @@ Attempt = Callable[[random.Random], bool]
 
 @dataclass(frozen=True)
 class Door:
-    """`share` of all inputs; `seconds` that one input may take."""
+    """A door's module, its relative `share` of all inputs, and the `seconds` that one of its inputs may take."""
 
     module: str
     share: int
@@ -49,7 +49,7 @@ DOORS = {
 
 
 class Silent(AssertionError):
-    """A damaged input was accepted as something that it is not."""
+    """A finding: a damaged input was accepted, but the result differs from an independent reading of it."""
 
 
 def expect(condition: bool, what: str) -> None:

@@ -34,7 +34,7 @@ def read(raw: bytes) -> Any:
 
 
 def damaged(answer: dict[str, Any], rng: random.Random) -> tuple[Response, Any]:
-    """A response, and the document in it where it is whole JSON."""
+    """Return a response with a damaged answer, and the document in it; None if the response has no valid JSON."""
     document = damaged_document(answer, rng)
     text = dumps(document)
     kind = rng.random()

@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 def facts(tensors: dict[str, torch.Tensor]) -> list[tuple[int, float]]:
-    """Size and sum of each tensor, without its name."""
+    """Return the size and the sum of each floating-point tensor, sorted and without names."""
     saved = {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.is_floating_point()}
     return sorted((tensor.numel(), float(tensor.double().nan_to_num().sum())) for tensor in saved.values())
 

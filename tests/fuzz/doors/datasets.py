@@ -26,7 +26,8 @@ NUMBERS = ("observation.state", "action", "next.reward", "task_index")
 
 
 def damage_cell(path: Path, rng: random.Random) -> None:
-    """Another value in one cell, where Arrow can write the column then."""
+    """Replace the value of a random cell of a Parquet file. If Arrow cannot write the new column, damage the bytes of
+    the file instead."""
     table = pq.read_table(path)
     name = rng.choice(table.column_names)
     values = table[name].to_pylist()
@@ -46,7 +47,7 @@ def damage_cell(path: Path, rng: random.Random) -> None:
 
 
 def compare(dataset: Dataset, root: Path) -> None:
-    """Every number as pandas reads it."""
+    """Check that all numbers of the dataset equal the ones that pandas reads from its files."""
     read = [dataset.columns(NUMBERS, episode) for episode in dataset.episodes]
     parts = [pd.read_parquet(path, columns=list(NUMBERS)) for path in sorted(root.glob("data/*/*.parquet"))]
     rows = pd.concat(parts, ignore_index=True)

@@ -28,7 +28,8 @@ TEXTS = ("red", "\ud800", "", "\0", "<action>", "é" * 300)
 
 
 class Hostile:
-    """Honest, but for the episode of the last task, which is hostile in one place."""
+    """An environment that follows the protocol, except in the episode of its last task: there, one random method
+    misbehaves."""
 
     name, system_prompt, dialogue, max_turns = "hostile", None, True, 2
     reward_weights = {"correct": 1.0}  # noqa: RUF012  the protocol's attribute
@@ -48,7 +49,8 @@ class Hostile:
     def close(self) -> None: ...
 
     def misbehave(self, honest: Any) -> Any:
-        """Raises, returns another thing, or the honest thing with one field that is another."""
+        """Raise a random exception, or return either a hostile value or the correct value `honest` with one field
+        replaced."""
         kind = self.rng.random()
         if kind < 0.25:
             raise self.rng.choice(RAISED)("hostile")

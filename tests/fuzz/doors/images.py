@@ -20,7 +20,8 @@ TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 def seeds() -> list[tuple[bytes, str]]:
-    """A small image in every mode that a format can hold, some with an orientation."""
+    """Return small images with their media types: one for each format and each mode that the format supports. Most have
+    an orientation in EXIF."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 9, 4), dtype=np.uint8)
     result = []
     for kind, media_type in TYPES.items():

@@ -16,7 +16,7 @@ from tests.robots.server.conftest import FORM, STATE, message
 
 
 def read(found: dict[object, object]) -> object:
-    """An array as numpy makes it of its parts."""
+    """Return a decoded MessagePack map. If it has the parts of an array, return the array that numpy makes of them."""
     parts = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
     if "__ndarray__" not in parts:
         return parts
@@ -28,7 +28,7 @@ def parts_of(value: np.ndarray) -> dict[bytes, object]:
 
 
 def damaged_message(rng: random.Random) -> bytes:
-    """Bytes that are others, a field that is another, or a part of an array that is."""
+    """Return a valid message with damage: changed bytes, a replaced field, or a replaced part of an array."""
     fields = {
         name: parts_of(each) if isinstance(each, np.ndarray) else each
         for name, each in message(rng.randrange(99)).items()

@@ -37,7 +37,8 @@ def check(dump: dict[str, Any]) -> bool:
 
 
 def contains(dump: Any, value: Any) -> bool:
-    """True if each value in the recipe has the type and value that was written: True is not 1, "1" is not 1."""
+    """Return True if the recipe's document `dump` has a leaf with the type and the value of `value`. So True and "1" do
+    not equal 1, but a written 1 may be read as 1.0."""
     return any(type(leaf) is type(value) and leaf == value for leaf in leaves(dump)) or (
         type(value) is int and any(type(leaf) is float and leaf == float(value) for leaf in leaves(dump))
     )

@@ -65,7 +65,8 @@ def framed(document: bytes) -> bytes:
 
 
 def documents(data: bytes) -> Iterator[Any]:
-    """The documents that begin at `data`, as long as they are whole and have no arrays behind them."""
+    """Yield the JSON documents in `data`, each of which follows its length in 8 bytes. Yield None for an incomplete
+    document, and stop at one that is not JSON."""
     while len(data) >= 8:
         (length,) = struct.unpack("<Q", data[:8])
         try:
@@ -80,7 +81,8 @@ def is_number(value: Any) -> bool:
 
 
 def answered(sent: bytes, number: int, kind: str) -> Any:
-    """The value in the first document with this number, where it is a reply."""
+    """Return the value of the first document with this request number. Fail if there is none or if it is not a
+    reply."""
     for document in documents(sent):
         if isinstance(document, list) and len(document) == 3 and document[0] == number:
             expect(type(document[0]) is int and document[1] == "done", f"{kind}: another answer is the reply")
@@ -155,7 +157,7 @@ def over_a_socket(rng: random.Random) -> bool:
 
 
 def graded(rewards: Rewards, completion: str) -> float | None:
-    """The grade; None if the rollout fails."""
+    """Grade a completion. Return the grade, or None if the rollout fails."""
     try:
         (value,) = asyncio.run(rewards.grade(RewardInput(completion, "a", {}))).values()
     except RolloutFailed:

@@ -70,7 +70,8 @@ class Misbehaving:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
 
     def write(self, data: str, then: str) -> None:
-        """Bytes, in hexadecimal, into the socket; `then` what follows."""
+        """Write bytes, given in hexadecimal, into the socket. Then end the process if `then` is "leave", and hang if
+        not."""
         os.write(int(sys.argv[1]), bytes.fromhex(data))
         if then == "leave":
             os._exit(0)
@@ -85,21 +86,23 @@ class Misbehaving:
         time.sleep(600)
 
     def write_endlessly(self, text: str) -> None:
-        """The same JSON document again and again."""
+        """Write the same JSON document into the socket again and again. NUMBER in it becomes the number of this
+        request."""
         document = text.replace("NUMBER", str(request_number())).encode()
         while True:
             with suppress(BlockingIOError):
                 os.write(int(sys.argv[1]), struct.pack("<Q", len(document)) + document)
 
     def write_later(self, text: str, seconds: float) -> int:
-        """A JSON document once the reply was sent, and before the next request if that takes longer to come."""
+        """Reply, and write a JSON document into the socket `seconds` later, while no request may be waiting."""
         document = text.replace("NUMBER", str(request_number())).encode()
         data = struct.pack("<Q", len(document)) + document
         threading.Timer(seconds, os.write, (int(sys.argv[1]), data)).start()
         return 1
 
     def fork(self, child: str, seconds: float, how: str) -> int:
-        """Fork by `how`. The child comes back after `seconds`, by a return or an error."""
+        """Fork with the function `FORKS[how]`. The parent returns at once. After `seconds`, the child returns too, or
+        does what `child` says, such as raising an error."""
         pid = FORKS[how]()
         if pid:
             return 1
@@ -115,7 +118,7 @@ class Misbehaving:
         return 2
 
     def fork_and_leave(self, how: str) -> int:
-        """Fork; the worker's process ends, and the child lives on."""
+        """Fork. The worker's process ends at once, and the child lives on."""
         if FORKS[how]():
             os._exit(7)
         os.setsid()
@@ -123,13 +126,13 @@ class Misbehaving:
         return 2
 
     def fork_between(self, values: list[int]) -> Iterator[int]:
-        """Fork before each value but the first."""
+        """Yield the values, and fork after each of them. The child processes go through the rest too."""
         for value in values:
             yield value
             os.fork()
 
     def deafen(self) -> None:
-        """Read no request any more, once the reply is sent."""
+        """Reply, and stop the process 0.2 s later, so that it never reads another request."""
         threading.Thread(target=_stop_main_thread, daemon=True).start()
 
 
@@ -139,7 +142,7 @@ def _stop_main_thread() -> None:
 
 
 def in_c() -> int:
-    """A fork that no hook of Python's sees."""
+    """Fork by calling the C library. Python's fork hooks do not run."""
     return int(ctypes.CDLL(None).fork())
 
 
@@ -147,7 +150,8 @@ FORKS: dict[str, Callable[[], int]] = {"python": os.fork, "c": in_c}
 
 
 def request_number() -> int:
-    """The number of the request that is answered, as a hostile handler could find it."""
+    """Return the number of the request that is being answered. It is read from the caller's stack frame, as a hostile
+    handler could do."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not serve.__code__:
         frame = frame.f_back
