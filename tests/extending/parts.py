@@ -61,7 +61,7 @@ class ParitySettings(Settings):
 
 
 class Parity(GeneratedEnvironment[ParitySettings]):
-    """Is a number even or odd?"""
+    """An environment that shows a number and asks if it is even or odd."""
 
     name = "parity"
     Settings = ParitySettings
@@ -92,13 +92,13 @@ class ParityEpisode:
 
 # A reward.
 def digits(completion: str, answer: str) -> float:
-    """The share of the answer's digits that the completion has."""
+    """Return the fraction of the answer's digits that occur in the completion."""
     return sum(digit in completion for digit in answer) / len(answer)
 
 
 # An objective.
 def reinforce(tokens: Any, baseline: float = 0.0) -> Any:
-    """loss_t = -(A_t - baseline) lp_t."""
+    """Return the loss of each token, loss_t = -(A_t - baseline) lp_t, where lp_t is the token's log-prob."""
     return -(tokens.advantages - baseline) * tokens.logprobs
 
 
@@ -119,7 +119,7 @@ COUNT_STAGE = Stage(name="count", version=1, settings=CountSettings, inputs=("te
 
 # A robot policy, to be evaluated.
 class Still:
-    """Answers every observation with zeros."""
+    """A robot policy whose actions are always zeros."""
 
     n_action_steps = 4
     action_dimensions = 7

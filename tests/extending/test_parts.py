@@ -18,7 +18,8 @@ PARTS = Path(__file__).with_name("parts.py")
 
 
 def entry_points() -> str:
-    """The text that the docstring of parts.py gives, as an installed package has it."""
+    """Return the entry points in the module docstring of parts.py, in the format of an installed package's
+    entry_points.txt."""
     result = re.findall(r'^ {4}\[project\.entry-points\."(.*)"\]\n {4}(\w+) = "(.*)"$', PARTS.read_text(), re.MULTILINE)
     return "".join(f"[{group}]\n{name} = {value}\n" for group, name, value in result)
 
@@ -34,7 +35,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_a_process(package: Path, tmp_path: Path, part: str) -> Any:
-    """Return value of the function `part` of this module in a process that has the package installed."""
+    """Call the function `part` of this module in a process in which the package is installed, and return its result."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package}", "CUDA_VISIBLE_DEVICES": ""}
     code = f"import json; from tests.extending import test_parts; print(json.dumps(test_parts.{part}()))"
     done = subprocess.run(

@@ -29,7 +29,7 @@ def small_warm_start(settings, inputs, folder, context):
 
 
 GAINS = {2e-3: 0.25, 4e-3: 0.125, 8e-3: -0.25}
-"""Stand-in for a training: the learning rate decides the accuracy."""
+"""Gain in accuracy by learning rate, for stages that replace trainings in tests."""
 
 
 def small_training(settings, inputs, folder, context):
@@ -97,7 +97,7 @@ def small_stages(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A committed recipe with its artifacts in this test's folder."""
+    """A function that loads a recipe of configs/ with overrides. Its store is in the test's folder."""
 
     def load(name: str, *overrides: str) -> Recipe:
         return load_recipe(name, [*overrides, f"machine.store={tmp_path / 'store'}"])

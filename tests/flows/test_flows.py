@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages
 
 
 def artifacts_of(state) -> dict[str, str]:
-    """The artifacts on the run's page, by key."""
+    """Return the contents of the Prefect artifacts of a flow run, by key. `state` is the run's final state."""
     chosen = {"artifacts": {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}}}
     answer = httpx.post(f"{get_current_settings().api.url}/artifacts/filter", json=chosen)
     return {each["key"]: each["data"] for each in answer.raise_for_status().json()}

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 @pytest.fixture
 def armature(armature, monkeypatch):
-    """The command in this process, with the address of Prefect's API."""
+    """The command `armature` in this process. The address of Prefect's API is in the environment."""
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     monkeypatch.setattr(submit, "POLL_SECONDS", 0.1)
     return armature
@@ -49,7 +49,8 @@ def client() -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def deployed(client, armature) -> Callable[..., str]:
-    """Registers a recipe's deployment with a pool of this test's own, of Jobs if it has a template; gives the pool."""
+    """A function that registers the deployment of a recipe with a new work pool, and returns the pool's name. With a
+    job template, it is a Kubernetes pool."""
 
     def deploy(name: str, template: dict[str, Any] | None = None) -> str:
         recipe = load_recipe(name)
@@ -230,7 +231,7 @@ def test_rejects_a_deployment_of_a_foreign_flow(armature, client):
 
     @flow(name="theirs")
     def theirs() -> None:
-        """Not ours."""
+        """Do nothing. This flow does not belong to Armature."""
 
     client.create_deployment(flow_id=client.create_flow(theirs), name="deployment", entrypoint="theirs.py:theirs")
     done = armature("submit", "theirs/deployment")

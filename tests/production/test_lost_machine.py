@@ -162,7 +162,8 @@ def taken_up(network: Network, platform: Platform) -> TakenUp:
 
 @pytest.fixture(scope="module")
 def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
-    """A node that made the same by stages alone, in `trained`, without the platform and without a remote store."""
+    """A node that ran the same stages by single commands, without the platform and without a remote store. Its folder
+    `trained` has the training's result."""
     node = network.add("undisturbed")
     platform.add_servers(node)
     command = ["python", "-m", "armature", "stage"]

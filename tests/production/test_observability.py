@@ -30,7 +30,7 @@ STEPS = 4
 DASHBOARD = json.loads((ROOT / "infra/grafana/armature.json").read_text())
 
 ONLY_OF_FAULTS = {"increase(armature_pool_failures_total[10m])"}
-"""Without data in a run in which nothing fails."""
+"""PromQL expressions of the dashboard that have no data in a run without failures."""
 
 
 def free_port() -> int:
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def expressions() -> dict[str, str]:
-    """The panel's title by PromQL expression, of all flow runs."""
+    """Return the title of the dashboard's panel for each PromQL expression. The expressions select all flow runs."""
     return {
         target["expr"].replace("$run", ".*"): panel["title"]
         for panel in DASHBOARD["panels"]
@@ -48,7 +48,7 @@ def expressions() -> dict[str, str]:
 
 
 class Prometheus:
-    """Scraped values, read over the HTTP API of Prometheus."""
+    """A Prometheus server that scrapes `target`, and a client of its HTTP API."""
 
     def __init__(self, folder: Path, target: str) -> None:
         port = free_port()
@@ -70,7 +70,7 @@ class Prometheus:
         )
 
     def ask(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
-        """The result of a query, which is refused where PromQL is wrong."""
+        """Return the result of a query. Fail if Prometheus rejects the query."""
         answer = httpx.get(f"{self._url}/{path}", params=parameters, trust_env=False, timeout=60)
         assert answer.status_code == 200, answer.text
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
@@ -92,7 +92,7 @@ class Prometheus:
 
 @dataclass(frozen=True)
 class Watched:
-    """Observations of a training of a few steps, with its start and end."""
+    """The metrics and traces of a finished training of a few steps, and the times of its start and end."""
 
     prometheus: Prometheus
     collector: Collector
@@ -163,5 +163,5 @@ def test_trace_collector_has_every_step_of_the_run(watched: Watched) -> None:
 
 
 def of_a_run(span: Any) -> bool:
-    """True if a span is one of Prefect's flow or task runs."""
+    """Return True if a span belongs to a flow run or task run of Prefect."""
     return any(each.key == "prefect.run.id" for each in span.attributes)

@@ -11,7 +11,8 @@ from tests.production.services import ONE_THREAD
 
 ROOT = Path(__file__).parents[2]
 SILENCE, MOST = 8, 30
-"""Seconds that the test lets a server be silent, and those until the request has to have failed."""
+"""Two times in seconds: `SILENCE`, after which a silent server counts as lost, and `MOST`, until which the request must
+have failed."""
 SERVER = """
 import socket, time
 with socket.create_server(("0.0.0.0", 8000)) as listener:

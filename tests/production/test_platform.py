@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def status(platform: Platform, url: str, login: str = "") -> int:
-    """The status code of a request from the node of the platform."""
+    """Send a GET request from the platform's node and return the status code of the response."""
     ask = "import httpx, sys; url, *login = sys.argv[1:]; print(httpx.get(url, auth=tuple(login) or None).status_code)"
     return int(platform.node.run(["python", "-c", ask, url, *filter(None, login.split(":"))]))
 

@@ -30,7 +30,7 @@ from tests.production.services import ONE_THREAD
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray/bin/python"
-"""The environment of the project, with Ray."""
+"""Python interpreter of the project's environment that includes Ray."""
 KEY = "a key for the tests"
 SERVER, RANK = "vllm.entrypoints.openai.api_server", "armature.components.training.service"
 PLAYERS = {
@@ -47,7 +47,7 @@ pytestmark = [
 
 
 class RayCluster:
-    """A head, where runs begin, and nodes with CPUs."""
+    """A Ray cluster: a head node without CPUs, on which runs begin, and nodes with CPUs."""
 
     def __init__(self, head: Node, nodes: Sequence[Node]) -> None:
         self.head, self._programs = head, dict[Node, Program]()
@@ -63,7 +63,8 @@ class RayCluster:
         self._programs[node] = start_ray(node, f"--address={self.address}", "--num-cpus=4")
 
     def players(self, module: str) -> dict[Node, list[psutil.Process]]:
-        """The processes of `module` on each node that has any."""
+        """Return the processes that run the Python module `module`, by node. Nodes without such processes are left
+        out."""
         result = {node: [each for each in _family(program) if _runs(each, module)] for node, program in self._nodes()}
         return {node: processes for node, processes in result.items() if processes}
 

@@ -24,7 +24,7 @@ class Collector:
 
     @property
     def services(self) -> set[str]:
-        """The names of services that sent spans."""
+        """Names of the services that have sent spans."""
         resources = [each.resource for request in self.requests for each in request.resource_spans]
         return {a.value.string_value for each in resources for a in each.attributes if a.key == "service.name"}
 
@@ -44,12 +44,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(traces.ExportTraceServiceResponse().SerializeToString())
 
     def log_message(self, format: str, *args: object) -> None:
-        """The spans that arrived."""
+        """Do not log requests: the collector has their spans."""
 
 
 @contextmanager
 def collecting() -> Iterator[tuple[str, Collector]]:
-    """The address of a receiver, and what it receives."""
+    """Run an OTLP receiver of traces while the block runs. Yield its address and the collector of its requests."""
     collector = Collector()
     handler = type("Handler", (_Handler,), {"collector": collector})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

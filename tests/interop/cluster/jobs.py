@@ -22,7 +22,7 @@ RUN = FlowRun(id=UUID(int=1), flow_id=UUID(int=2), name="a-run")
 
 
 def base_template() -> dict[str, Any]:
-    """The base job template that provisioning gives the pools."""
+    """Return the base job template that provisioning gives to work pools on Kubernetes."""
     text = (KUBERNETES / "base/job-template.json").read_text()
     return json.loads(Template(text).substitute(IMAGE=IMAGE, STANDALONE_IMAGE=STANDALONE, NAMESPACE="armature"))
 

@@ -21,7 +21,8 @@ from s3fs import S3FileSystem
 
 
 def lasting_port() -> int:
-    """Return a free port that no outgoing connection takes while the server is away: those begin at 32768 on Linux."""
+    """Return a free port below 32768, where Linux begins to take ports for outgoing connections. So no connection takes
+    the port while the server is stopped."""
     while True:
         port = random.randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -29,7 +30,8 @@ def lasting_port() -> int:
 
 
 class Server:
-    """S3 at an address that stays, with a log of requests and a bucket. What it holds is lost when it ends."""
+    """An S3 server that can be stopped and started again at the same address. It logs requests and has one bucket. Its
+    objects are lost when it stops."""
 
     def __init__(self, log: Path) -> None:
         self.log, self.port = log, lasting_port()
@@ -69,7 +71,8 @@ class Server:
 
 @contextmanager
 def client_of(url: str) -> Iterator[None]:
-    """Within, clients of S3 find this server and credentials, and nothing that the machine has of its own."""
+    """Inside the block, environment variables give S3 clients this server's address and credentials. The machine's own
+    variables for S3 are removed."""
     S3FileSystem.clear_instance_cache()  # its key has no variables of the environment: it would be of an earlier server
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -84,7 +87,7 @@ def client_of(url: str) -> Iterator[None]:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """A server with the bucket `bucket`, which clients within find."""
+    """Run an S3 server with the bucket `bucket` while the block runs. S3 clients in the block use it."""
     server = Server(folder / "s3.log")
     with client_of(server.url):
         server.start()

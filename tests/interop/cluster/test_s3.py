@@ -38,7 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def table(images: ImageStore, count: int) -> Callable[[Path], None]:
-    """Fills an artifact of a table that shows `count` images, beside `FILES` small files."""
+    """Return a function that fills an artifact's folder with a table that refers to `count` images, and with `FILES`
+    small files."""
     schema = TableSchema("shown", 1, IMAGE_REF_COLUMN)
 
     def fill(folder: Path) -> None:
@@ -147,7 +148,7 @@ ACCOUNTS = {
     "blind": (("s3:GetObject", "s3:PutObject"), ("AccessDenied", "ListObjectsV2")),
     "stranger": (("s3:*",), ("SignatureDoesNotMatch", "ListObjectsV2")),
 }
-"""Rights, and parts of the error; the stranger sends a wrong secret key."""
+"""Accounts by name: their rights, and parts of the error that they get. The stranger sends a wrong secret key."""
 
 
 def test_denied_request_is_named(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ CHECKOV = KUBERNETES.parents[1] / ".venv-checkov/bin/checkov"
 
 
 def findings(folder: Path) -> tuple[dict[str, int], set[str]]:
-    """The summary of checkov, and which checks failed."""
+    """Scan the manifests in `folder` with checkov. Return its summary and the ids of the checks that failed."""
     where = ["--config-file", KUBERNETES / "checkov.yaml", "--directory", folder, "--framework", "kubernetes"]
     command = [CHECKOV, *where, "--skip-download", "--soft-fail", "--compact", "--quiet", "--output", "json"]
     report: dict[str, Any] = json.loads(subprocess.check_output(command, text=True, cwd=folder))

@@ -32,7 +32,7 @@ if __name__ == "__main__":
     process.join()
     sys.exit(process.exitcode)
 """
-"""A flow in a process of its own, as workers run them."""
+"""Program that runs a flow in a process of its own, as Prefect's workers do."""
 
 
 def run(folder: Path, url: str) -> subprocess.CompletedProcess[str]:

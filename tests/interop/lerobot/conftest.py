@@ -18,12 +18,16 @@ __all__ = ["cache", "datasets_side", "policies_side", "written"]
 PYTHON = Path(__file__).parents[3] / ".venv-lerobot/bin/python"
 
 Side = Callable[..., None]
-"""Has LeRobot do something: the name of a function and its arguments."""
+"""A function that calls a function in LeRobot's environment. Its arguments are the name of that function and then its
+arguments."""
 
 
 @contextmanager
 def side(name: str, log: Path) -> Iterator[Side]:
-    """A program of this folder as one process, because importing LeRobot takes longer than what it is asked."""
+    """Run a program of this folder in LeRobot's environment, and yield a function that sends it calls.
+
+    It is one process for all calls, because importing LeRobot takes longer than the calls.
+    """
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(log.parent / "hf"), "SVT_LOG": "1"}
     with (
         log.open("w") as errors,

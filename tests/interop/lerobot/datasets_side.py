@@ -52,8 +52,10 @@ def write(root: Path, out: Path) -> None:
 
 
 def statistics(root: Path, out: Path) -> None:
-    """Statistics of lerobot's own script without its upload, with CPU seconds in total and for reading the items
-    alone."""
+    """Write the statistics that LeRobot's own script computes for the dataset in `root` to the JSON file `out`.
+
+    The file also has the seconds and CPU seconds of this, and the CPU seconds of only reading all items.
+    """
     dataset = LeRobotDataset("test/small", root=root, video_backend="pyav")
     began, cpu = time.perf_counter(), time.process_time()
     result = compute_quantile_stats_for_dataset(dataset)

@@ -21,7 +21,8 @@ HAS_COMPILE = (
 
 
 def old() -> bool:
-    """The released 0.6.1, which `make interop` installs; the benchmark is against main of August 2026."""
+    """Return True if LeRobot is the released 0.6.1, which `make interop` installs. The benchmark needs LeRobot's main
+    branch of August 2026."""
     return subprocess.run([PYTHON, "-c", HAS_COMPILE]).returncode != 0
 
 

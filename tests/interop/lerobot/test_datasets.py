@@ -17,7 +17,7 @@ from tests.robots.datasets.conftest import LENGTHS
 
 
 def channels_last(images: np.ndarray) -> np.ndarray:
-    """lerobot gives floats in [0, 1] (..., 3, height, width)."""
+    """Convert LeRobot's images, floats in [0, 1] of shape (..., 3, height, width), to uint8 (..., height, width, 3)."""
     return np.rint(np.moveaxis(images, -3, -1) * 255).astype(np.uint8)
 
 

@@ -51,7 +51,7 @@ def observation() -> RobotObservation:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> LoadedPolicy:
-    """A tiny policy whose expert moves, with statistics."""
+    """A tiny policy with normalization statistics. Its action expert has random weights, so that actions are not 0."""
     import torch
 
     folder = make_tiny_policy(

@@ -42,7 +42,7 @@ def served(*options: str, **args: Any) -> Iterator[Environment]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Environment]:
-    """With a server of two sessions, which takes long to start."""
+    """An environment whose server runs and allows two sessions. All tests share it, because it takes long to start."""
     with served("--sessions", "2", start_timeout=120) as environment:
         environment.episode(first(environment))
         yield environment
@@ -50,7 +50,7 @@ def started() -> Iterator[Environment]:
 
 @pytest.fixture
 def server(started) -> str:
-    """Its address."""
+    """The address of the server of `started`."""
     return started._server.url()  # type: ignore[attr-defined, no-any-return]
 
 

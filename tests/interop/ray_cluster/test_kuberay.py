@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kube
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The overlay `gpu` with the component, as a user adds it."""
+    """The manifests of the overlay `gpu` after the component `ray` was added to it, as a user would do."""
     site = tmp_path_factory.mktemp("site") / "kubernetes"
     shutil.copytree(KUBERNETES, site)
     file = site / "overlays/gpu/kustomization.yaml"

@@ -33,7 +33,7 @@ MODULE = "tests.machine.workers.misbehaving"
 
 
 def playing_on(nodes: list[Any]) -> list[int]:
-    """The processes of LIBERO's simulators on nodes of Ray."""
+    """Return the process ids of LIBERO's simulators on these Ray nodes."""
     raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
     return [
         each.pid
@@ -44,7 +44,7 @@ def playing_on(nodes: list[Any]) -> list[int]:
 
 
 def node_of(ray_cluster: Any, pid: int) -> Any:
-    """The node of Ray whose raylet is among the parents of process `pid`."""
+    """Return the Ray node on which the process `pid` runs: its raylet is one of the process's ancestors."""
     parents = {each.pid for each in psutil.Process(pid).parents()}
     raylets = {node.all_processes["raylet"][0].process.pid: node for node in ray_cluster.worker_nodes}
     return raylets[(parents & set(raylets)).pop()]

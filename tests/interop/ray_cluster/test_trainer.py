@@ -36,7 +36,7 @@ if "RANK" in os.environ:
     with open(os.path.join(os.path.dirname(__file__), "rank-" + os.environ["RANK"]), "w") as file:
         json.dump({name: os.environ.get(name) for name in names}, file)
 """
-"""Text of a `sitecustomize` module, which Python runs before any program."""
+"""Text of a `sitecustomize` module, which Python runs before each program. It records the rank's environment."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def machine(address: str, bundle: Mapping[str, Any], python_path: str, **facts: 
 
 
 def ranks_on(node: Any) -> list[psutil.Process]:
-    """Processes that run on this Ray node."""
+    """Return the processes of trainer ranks on this Ray node."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     result = []
     for process in raylet.children(recursive=True):
@@ -63,7 +63,7 @@ def ranks_on(node: Any) -> list[psutil.Process]:
 
 @pytest.fixture
 def nodes(ray_cluster: Any) -> Iterator[list[Any]]:
-    """Three, each with room for the ranks of one."""
+    """Three Ray nodes. Each has resources for the trainer ranks of one node."""
     made = [ray_cluster.add_node(num_cpus=2, resources={"training": 1}) for _ in range(3)]
     yield made
     for node in made:

@@ -17,11 +17,12 @@ from vla_eval.benchmarks.base import StepBenchmark, StepResult
 
 STEPS = 6
 played: list[dict[str, list[list[float]]]] = []
-"""Actions of the episodes of each run, by task and number."""
+"""One dictionary for each run: the executed actions of an episode, by task and number of the episode."""
 
 
 def seen(task: str, episode: int, step: int) -> dict[str, Any]:
-    """Also what the test computes the answers from."""
+    """Return the observation at a step of an episode. It depends only on the arguments, so the test can compute the
+    policy's answer to it."""
     rng = np.random.default_rng((len(task), episode, step))
     views = {"agentview": (40, 50, 3), "wrist": (28, 28, 3)}
     images = {name: rng.integers(0, 256, shape, np.uint8) for name, shape in views.items()}
@@ -29,7 +30,7 @@ def seen(task: str, episode: int, step: int) -> dict[str, Any]:
 
 
 class Table(StepBenchmark):
-    """Two tasks; an episode is solved after `STEPS` actions."""
+    """A benchmark with two tasks. An episode is solved after `STEPS` actions, whatever they are."""
 
     def __init__(self) -> None:
         super().__init__()

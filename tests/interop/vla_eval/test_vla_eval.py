@@ -36,7 +36,8 @@ def policy(tmp_path_factory) -> MolmoAct2Policy:
 
 @contextmanager
 def bridge(url: str, log: Path, batch: int) -> Iterator[str]:
-    """The address at which benchmarks find the policy that is served at `url`."""
+    """Run the bridge while the block runs, and yield the address at which benchmarks use it. It asks the policy that is
+    served at `url`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -67,7 +68,8 @@ def evaluated(url: str, runs: int) -> dict[str, Any]:
 
 
 def expected(policy: MolmoAct2Policy, task: str, episode: int) -> list[list[float]]:
-    """Actions that the policy predicts for the benchmark's observations, chunk after chunk."""
+    """Return the actions that the policy predicts for the benchmark's observations of one episode, computed without the
+    bridge."""
     actions: list[list[float]] = []
     while len(actions) < 6:
         step = len(actions)

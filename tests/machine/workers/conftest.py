@@ -29,6 +29,6 @@ def ray_cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def cluster(ray_cluster: Any) -> ClusterSettings:
-    """One node with CPUs, and workers that take little of it."""
+    """Settings of a Ray cluster that has one node with CPUs, for workers that need little of it."""
     ray_cluster.add_node(num_cpus=16, resources={"steady": 100})
     return ClusterSettings(address=ray_cluster.address, num_cpus=0.5, resources={"steady": 1}, start_timeout=60)

@@ -46,7 +46,7 @@ def told(data: bytes) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Arrays as what makes them equal."""
+    """Return a value that can be compared with ==: arrays become lists of their dtype, shape and bytes."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, dict):

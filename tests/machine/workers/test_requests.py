@@ -35,7 +35,8 @@ def asked(
     most_bytes: int = 2**20,
     most_parts: int = 0,
 ) -> tuple[list[Any], Any]:
-    """Ask another side that sends `answer` of the request's number, and goes."""
+    """Send a request and return its parts and its reply. The other side sends the bytes `answer(number)`, where
+    `number` is the request's number, and closes the channel."""
     ours, theirs = socket.socketpair()
     number = new_number()
     data = answer(number)

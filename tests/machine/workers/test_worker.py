@@ -37,7 +37,8 @@ MakeWorker = Callable[..., Worker]
 
 @pytest.fixture(scope="module", params=["process", *(["actor"] if find_spec("ray") else [])])
 def misbehaving(request: pytest.FixtureRequest) -> MakeWorker:
-    """Makes workers in processes of this machine, and where Ray is installed on a node of a cluster."""
+    """A function that makes a worker: in a process of this machine and, if Ray is installed, also on a node of a
+    cluster."""
     place = None if request.param == "process" else request.getfixturevalue("cluster")
 
     def make(timeout: float = 60.0, module: str = MODULE, most_bytes: int = MOST_BYTES, **settings: Any) -> Worker:
