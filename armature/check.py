@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from armature import supervisor
 from armature.components.configuration import Recipe
 from armature.components.configuration.stages import STAGES, open_store, run_stage
+from armature.components.configuration.trackers import refuse_missing_trackers
 from armature.components.contracts.cluster import Bundle, ClusterSettings
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
@@ -131,9 +132,11 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         with_servers: the run starts model servers or joins some.
 
     Raises:
-        ConfigurationError: a GPU does not exist, a variable is not set, or no interpreter has vLLM.
+        ConfigurationError: a GPU does not exist, a variable is not set, a tracker's package is missing, or no
+            interpreter has vLLM.
     """
     machine.server_variables(), machine.trainer_variables()
+    refuse_missing_trackers(machine.report_to)
     if machine.cluster:
         from armature.components.machine.workers.actor import joined  # Ray is an extra
 

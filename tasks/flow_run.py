@@ -13,6 +13,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
 from armature.components.configuration.recipes import Sections
+from armature.components.configuration.trackers import refuse_missing_trackers
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.secrets import BLOCKS, BlockReference
 from armature.components.inference.own_servers import keep_servers
@@ -62,12 +63,13 @@ def tracked_flow(recipe: Sections) -> Iterator[TrackedRun]:
 
     Raises:
         ConfigurationError: an environment variable or a Prefect block that the machine's settings name does not exist,
-            or nothing can listen at `machine.metrics`.
+            a tracker's package is missing, or nothing can listen at `machine.metrics`.
     """
     readable_errors()
     machine, sections = recipe.machine, recipe.given()
     read_blocks(sections)
     machine.server_variables(), machine.trainer_variables()  # a missing variable is an error now, not hours later
+    refuse_missing_trackers(machine.report_to)
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
     with (

@@ -26,7 +26,7 @@ from armature.components.contracts.stages import Artifact, Stage
 from armature.components.viewer.runs import STAGES as VIEWED
 from armature.tasks import mlflow_client as names
 from armature.tasks.events import PrefectEvents, PrefectUnits
-from armature.tasks.flow_run import current_run, provenance
+from armature.tasks.flow_run import current_run, deployment_name, provenance
 from armature.tasks.reports import link_viewer, record_output
 from armature.tasks.tracking import TrackedRun, end_lost_runs, tracked
 
@@ -127,7 +127,8 @@ def _make(
         PrefectEvents(tracking, reported, home_folder() / machine.store) as events,
         PrefectUnits() as units,
     ):
-        return run_stage(name, settings, inputs, machine, events, units, again, begins)
+        tracked_as = str(flow_run.flow_name), f"{deployment_name()} {task_run.name}"
+        return run_stage(name, settings, inputs, machine, events, units, again, begins, tracked_as)
 
 
 @contextmanager

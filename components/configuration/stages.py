@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration.trackers import TrackerRun, refuse_missing_trackers, with_trackers
 from armature.components.contracts.digests import document_digest, refuse_non_finite
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import home_folder
@@ -158,6 +159,7 @@ def run_stage(
     units: Units | None = None,
     again: bool = False,
     begins: Callable[[str], None] = lambda fingerprint: None,
+    tracked_as: tuple[str, str] | None = None,
 ) -> Artifact:
     """Run stage `name`, or return its artifact if it was made before.
 
@@ -166,10 +168,12 @@ def run_stage(
     Args:
         again: set an existing artifact aside and make it again from the beginning.
         begins: called with the fingerprint when this attempt holds the lock and is about to make the artifact.
+        tracked_as: the project and the run's name in the trackers of `machine.report_to`.
     """
     if events is None:
         with closing(TerminalEvents()) as terminal:
-            return run_stage(name, settings, inputs, machine, terminal, units, again, begins)
+            return run_stage(name, settings, inputs, machine, terminal, units, again, begins, tracked_as)
+    refuse_missing_trackers(machine.report_to)
     stage: Stage[Any] = STAGES[name]
     settings = stage.resolve(settings, inputs, events.message)
     store = open_store(machine, events.message)
@@ -187,11 +191,15 @@ def run_stage(
             store.set_aside(name, key)
         held.callback(store.end_checkpoints, name, key)
         store.begin(name, key, afresh=again)
+        workspace = store.workspace(name, key)
+        project, label = tracked_as or ("armature", name)
+        shown, folder = {"stage": name, "settings": settings.model_dump(mode="json")}, store.root.parent
+        run = TrackerRun(project, label, key, shown, folder, workspace, store.images)
         context = StageContext(
             machine=machine,
-            events=events,
+            events=held.enter_context(with_trackers(events, machine.report_to, run)),
             units=units or ThreadUnits(),
-            workspace=store.workspace(name, key),
+            workspace=workspace,
             images=store.images,
             fingerprint=key,
             saved=partial(store.send_checkpoint, name, key),

@@ -1,0 +1,319 @@
+"""Report the metrics, settings and a few rollouts of a stage to TensorBoard, Trackio and Weights & Biases as it runs.
+
+`machine.report_to` names the trackers. MLflow, to which flows report in any case, keeps the lineage.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import groupby, islice
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.json_lines import History
+from armature.components.contracts.errors import ConfigurationError, blanked
+from armature.components.contracts.images import ImageRef
+from armature.components.contracts.installation import install_command
+from armature.components.contracts.metrics import write_json
+from armature.components.contracts.stages import Artifact, Events
+from armature.components.machine.registry import suggestion
+
+STATE = "trackers.json"
+"""File in a stage's workspace with the id of its runs in the trackers and the last step that each tracker has."""
+ROLLOUTS, IMAGES = 8, 4
+"""Rollouts in a table, each of another group, and the most images of one rollout."""
+COLUMNS = ("rollout", "task", "images", "prompt", "answer", "reward")
+
+
+@dataclass(frozen=True)
+class TrackerRun:
+    """The names of a run in trackers, the settings that they show, and folders.
+
+    folder: where trackers that write files keep them. workspace: the folder from which the run resumes; it has
+    `history.jsonl`, if the run writes one. images: the root of the image store.
+    """
+
+    project: str
+    name: str
+    fingerprint: str
+    settings: Mapping[str, Any]
+    folder: Path
+    workspace: Path
+    images: Path
+
+
+@dataclass(frozen=True)
+class ShownRollout:
+    """A rollout in a table of a tracker: its first prompt, all answers, and the images of its last prompt."""
+
+    rollout: str
+    task: str
+    images: Sequence[Image.Image]
+    prompt: str
+    answer: str
+    reward: float
+
+
+Tables = Mapping[str, Sequence[ShownRollout]]
+"""Rollouts by the name of their table."""
+
+
+class Tracker(Protocol):
+    """One run in a tracker. It is opened with a `TrackerRun`, the run's id, and the last step that it has already."""
+
+    place: str
+    """URL of the run, or the command that shows it."""
+
+    def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
+        """Send the metrics and the tables of one step."""
+
+    def close(self, failed: bool) -> None:
+        """Finish the run and wait until everything is sent or written."""
+
+
+class TensorBoard:
+    """Event files in a folder for each run. TensorBoard keeps numbers as 32-bit floats."""
+
+    def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / "tensorboard" / run.project
+        # After a crash the files may have a step that the state does not have: purge_step hides it.
+        purge = None if sent is None else sent + 1
+        self._writer = SummaryWriter(str(folder / f"{run.name}-{run_id}"), purge_step=purge)
+        self.place = f"tensorboard --logdir {folder}"
+        if sent is None:
+            self._writer.add_text("settings", f"```json\n{json.dumps(run.settings, indent=1, default=str)}\n```")
+
+    def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        for table, rollouts in tables.items():
+            self._writer.add_text(table, _markdown(rollouts), step)
+            for row, rollout in enumerate(rollouts):
+                for number, image in enumerate(rollout.images):
+                    tag = f"{table}/{row}-{number}"
+                    self._writer.add_image(tag, np.asarray(image), step, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+TRACKERS: dict[str, Callable[[TrackerRun, str, int | None], Tracker]] = {"tensorboard": TensorBoard}
+
+
+def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_to") -> None:
+    """Check that the trackers exist and that their packages are installed.
+
+    Raises:
+        ConfigurationError: there is no such tracker, or its package is missing.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigurationError(
+                f"no tracker is called {name!r}",
+                code="unknown_tracker",
+                where=where,
+                remedy=suggestion(name, TRACKERS),
+            )
+        if find_spec(name) is None:
+            raise ConfigurationError(
+                f"the package {name} is not installed",
+                code="package_missing",
+                where=where,
+                remedy=install_command(name),
+            )
+
+
+@contextmanager
+def with_trackers(events: Events, names: Sequence[str], run: TrackerRun) -> Iterator[Events]:
+    """Yield events that report to the trackers `names` and to `events`. At the end, say where each tracker has the run.
+
+    A tracker's run begins with the first metrics, so a stage without metrics has none. A tracker that fails ends no
+    run: there is one warning, and the steps that it could not take are sent again with the next ones.
+
+    Raises:
+        ConfigurationError: see `refuse_missing_trackers`.
+    """
+    refuse_missing_trackers(names)
+    if not names:
+        yield events
+        return
+    tracked = TrackedEvents(events, names, run)
+    try:
+        yield tracked
+    except BaseException:
+        tracked.close(failed=True)
+        raise
+    tracked.close(failed=False)
+
+
+@dataclass
+class _Row:
+    """The metrics of a step, and the folders with rollouts to show, by the name of their table."""
+
+    step: int
+    values: Mapping[str, float]
+    folders: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass
+class _Sink:
+    """A tracker, the last step that it has, and the rows that it does not have yet."""
+
+    sent: int | None
+    tracker: Tracker | None = None
+    rows: list[_Row] = field(default_factory=list)
+    failed: bool = False
+
+
+class TrackedEvents:
+    """Events that pass everything on to `events`, and send metrics and rollouts to trackers as well."""
+
+    def __init__(self, events: Events, names: Sequence[str], run: TrackerRun) -> None:
+        self._events, self._run, self._lock = events, run, Lock()
+        self._state = run.workspace / STATE
+        state = json.loads(self._state.read_text()) if self._state.exists() else {}
+        # A training that is made again from its beginning has the same fingerprint, but a new workspace and id.
+        self._id: str = state.get("id", f"{run.fingerprint[:12]}-{secrets.token_hex(3)}")
+        self._sinks = {name: _Sink(state.get("sent", {}).get(name)) for name in names}
+        self._tables: dict[int, dict[str, Path]] = defaultdict(dict)
+        self._last: int | None = None
+        self._began = False
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        self._events.progress(name, done, total, **postfix)
+        if name == "Training":
+            self._last = total
+
+    def message(self, text: str) -> None:
+        self._events.message(text)
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
+        self._events.artifact(artifact, role, step)
+        if role == "output" and step is not None:
+            with self._lock:
+                self._tables[step][artifact.kind] = artifact.path
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self._events.metrics(values, step)
+        if all(sink.sent is not None and step <= sink.sent for sink in self._sinks.values()):
+            return  # a resumed run may report the steps before its checkpoint again
+        rows = [] if self._began else self._rows_before(step)
+        rows.append(_Row(step, dict(values), self._folders_of(step)))
+        self._began = True
+        for name, sink in self._sinks.items():
+            sink.rows += [_Row(**vars(row)) for row in rows if sink.sent is None or row.step > sink.sent]
+            if sink.tracker is not None or not sink.failed:  # a tracker that cannot be opened is not tried again
+                self._send(name, sink)
+
+    def close(self, failed: bool) -> None:
+        """Send the remaining rows, close the trackers, and report where they have the run and what they lack."""
+        for name, sink in self._sinks.items():
+            if sink.tracker is None:
+                continue
+            self._send(name, sink)
+            try:
+                sink.tracker.close(failed)
+            except Exception as error:  # the library of another project may raise anything
+                self._warn(name, sink, error)
+            self.message(f"{name}: {sink.tracker.place}")
+        for name, sink in self._sinks.items():
+            if sink.rows:
+                self.message(f"warning: {name} lacks {len(sink.rows)} steps, which are in {self._run.workspace}")
+
+    def _send(self, name: str, sink: _Sink) -> None:
+        try:
+            sink.tracker = sink.tracker or TRACKERS[name](self._run, self._id, sink.sent)
+            while sink.rows:
+                row = sink.rows[0]
+                folders, row.folders = row.folders, {}  # if an image or a table is refused, try again without it
+                images = ImageStore(self._run.images)
+                tables = {table: shown_rollouts(folder, images) for table, folder in folders.items()}
+                sink.tracker.log(row.values, row.step, {table: shown for table, shown in tables.items() if shown})
+                sink.sent = row.step
+                del sink.rows[0]
+                sent = {each: one.sent for each, one in self._sinks.items() if one.sent is not None}
+                write_json(self._state, {"id": self._id, "sent": sent})
+        except Exception as error:  # the library of another project may raise anything, and no run may end for it
+            self._warn(name, sink, error)
+
+    def _warn(self, name: str, sink: _Sink, error: Exception) -> None:
+        if not sink.failed:
+            self.message(f"warning: {name} failed, and the run continues: {blanked(f'{error!r:.500}')}")
+        sink.failed = True
+
+    def _rows_before(self, step: int) -> list[_Row]:
+        """Return the steps before `step` in the history: a crash may have kept them from the trackers."""
+        history = History(self._run.workspace / "history.jsonl").read()
+        rows = [(int(row["step"]), {name: value for name, value in row.items() if name != "step"}) for row in history]
+        return [_Row(before, values) for before, values in rows if before < step]
+
+    def _folders_of(self, step: int) -> dict[str, Path]:
+        """Return the folders of rollouts to show: of each evaluation, and of training in the first and last step."""
+        with self._lock:
+            folders = self._tables.pop(step, {})
+        shown = step in (1, self._last)
+        return {kind: folder for kind, folder in folders.items() if shown or kind != "rollouts"}
+
+
+def shown_rollouts(folder: Path, images: ImageStore) -> list[ShownRollout]:
+    """Return the first rollout of each of the first groups in `rollouts.parquet`; none if the folder has no such
+    table, or one of robots' actions."""
+    path = folder / "rollouts.parquet"
+    columns = ["group_id", "trajectory_id", "task_id", "images", "messages", "completion", "reward"]
+    if not path.is_file() or not set(columns) <= set(pq.read_schema(path).names):
+        return []
+    rows = pq.read_table(path, columns=columns).to_pylist()
+    groups = islice(groupby(rows, key=lambda row: row["group_id"]), ROLLOUTS)
+    return [_shown(list(next(groupby(group, key=lambda row: row["trajectory_id"]))[1]), images) for _, group in groups]
+
+
+def _shown(turns: Sequence[Mapping[str, Any]], images: ImageStore) -> ShownRollout:
+    refs = [ImageRef(**each) for each in turns[-1]["images"][:IMAGES]]
+    return ShownRollout(
+        rollout=turns[0]["trajectory_id"],
+        task=turns[0]["task_id"],
+        images=[images.open(ref) for ref in refs],
+        prompt="\n".join(_texts(json.loads(turns[0]["messages"]))),
+        answer=" / ".join(turn["completion"] for turn in turns),
+        reward=sum(turn["reward"] for turn in turns),
+    )
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the texts of chat messages, without their images."""
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _markdown(rollouts: Sequence[ShownRollout]) -> str:
+    """Return rollouts as a Markdown table. The images are numbered as TensorBoard's page of images has them."""
+    rows = [
+        (each.rollout, each.task, f"{row}-0 to {row}-{len(each.images) - 1}" if each.images else "", each.prompt,
+         each.answer, f"{each.reward:g}")
+        for row, each in enumerate(rollouts)
+    ]  # fmt: skip
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
