@@ -31,7 +31,7 @@ CPU = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that gives the folder of a family's tiny checkpoint."""
+    """A function that returns the folder of the tiny checkpoint of a model family."""
     root, built = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
 
     def build(family: str) -> Path:
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def images() -> list[Image.Image]:
-    """Two images of different shape."""
+    """Two images, which differ in color and shape."""
     return [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
 
 

@@ -13,7 +13,8 @@ from tests.refusals import refused
 
 
 def by_hand(value: float) -> float:
-    """Round to the nearest float8_e4m3fn: 3 bits after the leading one, exponents from -6 to 8, ties to even."""
+    """Return the float8_e4m3fn number that is nearest to `value`. Such a number has 3 bits after the leading one and an
+    exponent from -6 to 8. Ties are rounded to even."""
     if not value:
         return 0.0
     unit = 2.0 ** (max(math.floor(math.log2(abs(value))), -6) - 3)
@@ -21,7 +22,7 @@ def by_hand(value: float) -> float:
 
 
 def exact(rows: Tensor) -> Tensor:
-    """The rows after rounding each to float8 with its scale, in float64."""
+    """Round each row to float8 with a scale of its own, computed by hand. Return the rounded rows in float64."""
     values = []
     for row in rows.double():
         scale = float(row.abs().max().float() / 448.0)

@@ -47,7 +47,7 @@ def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor
 
 
 def _backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the parameters with a non-zero gradient."""
+    """Run the model forward and backward, and return the names of the parameters that got a non-zero gradient."""
     model.train()
     logits = model(**inputs).logits
     logits[:, -1].log_softmax(-1)[:, 5].sum().backward()

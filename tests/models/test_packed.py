@@ -18,11 +18,13 @@ LENGTHS = (5, 3, 4, 3)
 PATHS = ((0,), (0, 1), (2,), (0, 3))
 NUMBERS = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
 BLOCKS = (-1, 0, 0, 0, -1, 1, 1, 2, -1, -1, 3, 3, -1, 0, 0)
-"""The last segment reuses the number of an image in the first segment, which is a different image."""
+"""Image number of each token, or -1 for text. The last segment has the number 0 too, but it is another image than image
+0 of the first segment."""
 
 
 def path_of(number: int) -> list[int]:
-    """The tokens that a segment may attend to, in order; the last ones are its own."""
+    """Return the indices of the tokens that segment `number` may attend to, in order. The last of them are the
+    segment's own tokens."""
     return [token for one in PATHS[number] for token, other in enumerate(NUMBERS) if other == one]
 
 
@@ -34,7 +36,8 @@ def segments(device: str, blocks: bool) -> Segments:
 
 
 def allowed(window: int | None, blocks: bool) -> Tensor:
-    """(T, T) bool: True where one token attends to another."""
+    """Return the expected attention mask, (T, T) bool: True where the token of the row attends to the token of the
+    column."""
     mask = torch.zeros(len(NUMBERS), len(NUMBERS), dtype=torch.bool)
     for token, number in enumerate(NUMBERS):
         path = path_of(number)

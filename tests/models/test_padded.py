@@ -24,7 +24,8 @@ def mlps(width: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:
 
 
 def widths(module: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Width of the input to an MLP's second product, and width of its weight."""
+    """Run an MLP and return two widths of its second matrix product: the width of the input and the width of the
+    weight."""
     seen = []
     module.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-1]))
     module(x)

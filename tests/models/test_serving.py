@@ -60,7 +60,8 @@ def _logprobs(model: Any, prompt: dict[str, torch.Tensor], sampled: list[int]) -
 
 @pytest.fixture(scope="module")
 def servable(checkpoint, tmp_path_factory) -> dict[str, Path]:
-    """Checkpoint of each family, with causal image attention if possible, as vLLM's CPU attention is causal."""
+    """A checkpoint for each model family. If the family supports it, its image attention is causal, because vLLM's
+    attention on CPU is causal."""
     root = tmp_path_factory.mktemp("servable")
     return {
         name: make_tiny_checkpoint(name, root / name, seed=0, image_attention="causal")
@@ -72,7 +73,7 @@ def servable(checkpoint, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def layouts(servable) -> dict[tuple[str, int], Path]:
-    """Folders of Molmo2 by (layout, seed): weights of two seeds, each in both layouts."""
+    """Checkpoint folders of Molmo2 by (layout, seed). The weights of two seeds are stored in both layouts."""
     released = servable["molmo2"]
     other = make_tiny_checkpoint("molmo2", released.with_name("molmo2-1"), seed=1, image_attention="causal")
     folders = {("released", 0): released, ("released", 1): other}
@@ -93,7 +94,8 @@ LOADED = (
 
 @pytest.fixture(scope="module")
 def served(engine, servable, layouts) -> dict[str, list[list[dict[str, Any]]]]:
-    """vLLM's answers to all conversations by family, for each checkpoint that it loads."""
+    """vLLM's answers by model family. For each checkpoint that vLLM loads, there is a list with one answer for each
+    conversation."""
     conversations = [messages for messages, _ in _conversations(IMAGES)]
 
     def answers(how: str, folder: Path) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ TRAINER = trainer_settings(
 
 
 def image_files() -> list[EncodedImage]:
-    """Images in several modes, orientations, formats and sizes."""
+    """Return encoded images in several modes, orientations, formats and sizes."""
     random = np.random.default_rng(0)
     made = []
     kinds = ("RGB PNG", "RGBA PNG", "L JPEG", "LA PNG", "P PNG", "CMYK JPEG", "1 PNG", "RGBA WEBP", "RGB JPEG")
@@ -94,7 +94,7 @@ def turn(index: int, answer: dict[str, Any], images: list[ImageRef], version: in
 
 
 class Loop:
-    """A trainer, and conversations of two turns with a server."""
+    """A training loop: a trainer in this process, and a server that answers conversations of two turns."""
 
     def __init__(self, family: str, tied: bool, folder: Path) -> None:
         sizes = SMALL.model_copy(update={"tie_embeddings": tied})
@@ -116,7 +116,8 @@ class Loop:
         return self.worker.run(command, self.worker.check(command))
 
     def samples(self, engine: Engine, version: int) -> list[Sample]:
-        """Samples of three conversations with the server, each of two turns with images."""
+        """Have three conversations with the server, each of two turns with images, and return their training
+        samples."""
         bias = {str(token): -100.0 for token in self.adapter.collator.forbidden_token_ids if token < self.rows}
         chats = [[user("look", self.parts[i : i + 2])] for i in (0, 3, 6)]
         first = engine("ask", chats, 0.7, bias)
@@ -141,7 +142,8 @@ class Loop:
         return len(self.worker.learner.policy.forbidden)
 
     def difference(self, samples: list[Sample], version: int) -> float:
-        """Largest absolute difference between the trainer's and the server's log-probs, in nats."""
+        """Return the largest absolute difference between the trainer's and the server's log-probs of the samples'
+        trained tokens, in nats."""
         batch = self.folder / f"scored-{version}"
         batch.mkdir()
         write_batch(batch, samples)

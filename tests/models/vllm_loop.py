@@ -24,7 +24,8 @@ gc.unfreeze = lambda: None  # vLLM calls it at each shutdown; collecting all imp
 
 
 def register_class(folder: str) -> None:
-    """Register the model's class. By name, vLLM would look it up in another process that imports vLLM for 10 s."""
+    """Register the class of the model in `folder` with vLLM. Without this, vLLM would look the class up by name in
+    another process, which takes 10 s to import vLLM."""
     load_general_plugins()
     (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

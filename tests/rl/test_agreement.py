@@ -26,7 +26,8 @@ def sample_of(behavior: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample
 
 
 def drawn(server: np.ndarray, trainer: np.ndarray) -> tuple[list[Sample], list[np.ndarray]]:
-    """Sample tokens from the distribution `server`; return them with its log-probs, and the scores under `trainer`."""
+    """Sample tokens from the distribution `server`. Return a sample that has their log-probs under `server`, and their
+    log-probs under the distribution `trainer`."""
     tokens = np.random.default_rng(0).choice(VOCABULARY, TOKENS, p=server)
     scores = np.concatenate([[np.nan], np.log(trainer[tokens])])  # the score of a token that was not sampled is ignored
     return [sample_of(np.log(server[tokens]))], [scores]

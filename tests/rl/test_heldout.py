@@ -37,7 +37,7 @@ HELDOUT = {"every": 2, "heldout_tasks": TASKS, "sampling": {"max_tokens": 4, "te
 
 
 class Exam:
-    """An environment of numbered tasks in which the answer "right" is right, and "almost" earns half."""
+    """An environment of numbered tasks. The answer "right" earns the full reward, and "almost" earns half of it."""
 
     name, system_prompt, dialogue, max_turns = "exam", None, True, 1
     reward_weights = {"right": 1.0}  # noqa: RUF012
@@ -62,7 +62,8 @@ Exam.reward_weights["almost"] = 0.5
 
 
 class Examined(Scripted):
-    """Solves `solved[version]` tasks of the exam, and the others almost if its version is in `almost`."""
+    """A policy whose answers to an `Exam` depend on its version. It answers "right" to the first `solved[version]`
+    tasks, and "almost" to the others if the version is in `almost`."""
 
     solved: dict[int, int] = {}  # noqa: RUF012
     almost: tuple[int, ...] = ()

@@ -15,7 +15,8 @@ from armature.components.rl.loop import LoopPlan, run_loop
 
 
 class RecordingSteps:
-    """Records when each unit begins and ends, and the version of the weights on the servers meanwhile."""
+    """Steps of a run, for the loop, that only take time. They record when each unit of work begins and ends, and which
+    version of the weights the servers have meanwhile."""
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6
 
 
 class Tells:
-    """Episodes of two turns, of which the second answer decides. Only even tasks can be solved, so only they differ."""
+    """An environment with episodes of two turns, in which the second answer decides. Only tasks with even numbers can
+    be solved, so rewards differ only within their groups."""
 
     name, system_prompt, dialogue, max_turns = "tells", None, True, 4
     reward_weights: Mapping[str, float] = {"right": 1.0}
@@ -71,7 +72,8 @@ class TellsEpisode:
 
 
 class Scripted:
-    """Answers "first", then "odd" or "even" by its seed. A group's members have consecutive seeds."""
+    """A policy that answers "first" in the first turn. In the second turn it answers "odd" or "even", depending on the
+    seed. The members of a group have consecutive seeds."""
 
     def __init__(self, delay: float) -> None:
         self.delay, self.requests, self.version = delay, 0, 0
@@ -106,7 +108,7 @@ class NotingTrainer:
 
 
 class PoolOfOne:
-    """Stands in for the server pool, with the methods that a run calls."""
+    """A replacement of the server pool with one scripted policy. It has the methods that a run calls."""
 
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
@@ -274,7 +276,8 @@ def test_invalid_sample_is_dropped_and_counted(tmp_path: Path, portal: BlockingP
 
 
 class Waits(Scripted):
-    """Answers the second turns of step 3 only when newer weights than for its first turns have arrived."""
+    """A policy that delays its answers in the second turns of step 3 until it has got new weights. So the two turns of
+    these episodes are sampled with different weights."""
 
     late = frozenset(RolloutId(3, group, member).request_seed(SEED, 1) for group in range(4) for member in range(2))
 

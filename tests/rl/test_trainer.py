@@ -49,7 +49,7 @@ class Answer:
 
 
 class LocalSampler:
-    """Stands in for the server pool: samples with the weights of the last folder that it was synced to."""
+    """A replacement of the server pool that samples in this process, with the weights of the last sync."""
 
     lost_at = 0
 
@@ -133,7 +133,8 @@ def run(folder: Path) -> list[dict[str, float]]:
 
 
 def reward(environment: Any) -> None:
-    """Replace the rewards: an untrained model cannot name colors, but it can earn these, which count the letter e."""
+    """Replace the rewards of an environment by rewards that an untrained model can earn, such as the number of letters
+    e in the answer. It could not earn rewards for naming colors."""
     played = environment.episode
 
     def episode(task: Any) -> Any:

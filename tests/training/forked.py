@@ -27,7 +27,8 @@ from armature.components.training.service_settings import ServiceSettings
 from armature.components.vlm.worker import TrainerWorker
 
 FIRST_NEEDED_IN_A_RANK = ("pandas", "pyarrow.dataset", "transformers.models.qwen2_vl.processing_qwen2_vl")
-"""Modules that a rank would import later. pyarrow imports pandas."""
+"""Modules to import before the fork, because each forked rank would otherwise import them itself. pyarrow imports
+pandas."""
 
 
 def train(file: str) -> None:

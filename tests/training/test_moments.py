@@ -24,7 +24,8 @@ from tests.refusals import refused
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = ((96, 50), (7,), (33, 200))
-"""The first and the last have at least SMALL elements; neither is a multiple of a block."""
+"""Shapes of the test's parameters. The first and the last have at least SMALL elements, and their numbers of elements
+are not multiples of the block size."""
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:

@@ -72,7 +72,10 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of two ranks that ran SCRIPT: both called collectives, then the second one was killed."""
+    """The result of running SCRIPT on two ranks: both called collectives, and then the second rank was killed.
+
+    `code` and `log` are the exit code and the last lines of the log.
+    """
 
     folder: Path
     code: int

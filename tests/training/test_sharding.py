@@ -45,7 +45,7 @@ class Case:
 SEQUENCES = {"objective": {"name": "gspo"}, "aggregation": "sequence", "kl_coefficient": 0.1}
 CORRECTED = {"correction": {"mode": "truncate", "level": "sequence"}}
 WIDE = {"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}
-"""With these limits one rank puts the whole batch into one micro-batch."""
+"""Trainer settings with limits so high that one rank puts the whole batch into one micro-batch."""
 CASES = {
     "full": Case(),
     "lora": Case(lora=LORA),
@@ -64,14 +64,15 @@ CASES = {
 }
 RESUMED = ("full", "lora")
 SHARED = ("shared", "shared, lora")
-"""Cases in which two ranks share each sequence."""
+"""Names of the cases in which two ranks share each sequence."""
 COPIED = ("one by one, bfloat16",)
-"""Cases in which each of two ranks has a copy of the model."""
+"""Names of the cases in which each of two ranks has a copy of the whole model."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics of the steps that a process made, log-probs of the first batch, and the published weights."""
+    """The result of a training in one process: the metrics of its steps, the log-probs of the first batch, and the
+    published weights."""
 
     metrics: list[dict[str, float]]
     scores: list[list[float]]

@@ -12,7 +12,10 @@ from armature.components.training.optimizer import rounded_update
 def both_after(
     steps: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return [weight, first moment, second moment, residual] after updates by the kernel, and by plain operations."""
+    """Update a parameter `steps` times in two ways: by the kernel, and by plain torch operations.
+
+    Return, for each way, the list [weight, first moment, second moment, residual] after the updates.
+    """
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=random).to(device, dtype)
     states = [[weight.clone(), *(torch.zeros_like(weight) for _ in range(3))] for _ in range(2)]

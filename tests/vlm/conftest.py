@@ -42,7 +42,7 @@ VALUES: dict[str, Any] = {
 
 
 def trainer_settings(**changes: Any) -> TrainerSettings:
-    """Settings for tests, with changes."""
+    """Return the trainer settings of the tests, in which `changes` replace fields."""
     length = {"dr_grpo_length": 8} if changes.get("aggregation") == "dr_grpo" else {}
     return TrainerSettings.model_validate(VALUES | length | changes)
 
@@ -91,7 +91,8 @@ class Tiny:
         )
 
     def samples(self, n: int, seed: int, n_images: tuple[int, ...] = (1, 0, 2)) -> list[Sample]:
-        """`n` samples in groups of two; members share images; completions of 3 to 9 random tokens."""
+        """Return `n` samples in groups of two. The two members of a group have the same images. Completions have 3 to 9
+        random tokens."""
         return [self._sample(i, seed, n_images[(i // 2) % len(n_images)]) for i in range(n)]
 
     def _sample(self, index: int, seed: int, n_images: int) -> Sample:
@@ -156,7 +157,7 @@ def score(learner: Learner, tiny: Tiny, samples: list[Sample]) -> list[npt.NDArr
 
 @dataclass(frozen=True)
 class Stepped:
-    """A training step: its metrics, the weights after it, and the log-ratios of its tokens by row."""
+    """The result of a training step: its metrics, the weights after it, and the log-ratios of each row's tokens."""
 
     metrics: dict[str, float]
     weights: dict[str, torch.Tensor]

@@ -29,7 +29,8 @@ from tests.vlm.conftest import Tiny, open_tiny
 
 @dataclass(frozen=True)
 class Case:
-    """A model and samples; `window` is the length of sliding windows in tokens, if layers have one."""
+    """A model and the samples to compute with it. `window` is the length in tokens of the layers' sliding attention
+    window; None: no window."""
 
     folder: Path
     samples: list[Sample]

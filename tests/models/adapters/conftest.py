@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Tiny:
-    """A checkpoint, its adapter, and the images made for its rollouts."""
+    """A tiny checkpoint with its model and adapter, and the images of the rollouts that tests make with it."""
 
     family: str
     folder: Path

@@ -20,7 +20,8 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 @pytest.fixture
 def rows(tiny) -> list[tuple[list[Any], list[Any]]]:
-    """Conversations with zero to three images, one of which is shown in two conversations."""
+    """Pairs of a conversation and its images, of which there are zero to three. One image occurs in two
+    conversations."""
     a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
         ([says("Name a color.")], []),

@@ -21,13 +21,13 @@ SIZES = ((100, 80), (64, 150), (230, 230))
 
 @pytest.fixture(scope="module", params=MODES)
 def molmo2(request, tmp_path_factory) -> Any:
-    """A tiny Molmo2 with each kind of image attention, with the same weights."""
+    """A tiny Molmo2, once with each kind of image attention. The weights are always the same."""
     return build("molmo2", tmp_path_factory.mktemp("molmo2") / request.param, request.param)
 
 
 @pytest.fixture
 def outputs(molmo2) -> Any:
-    """Rows with zero, one and three images."""
+    """Rollouts of one turn each, with zero, one and three images."""
     a, b, c = (molmo2.image(*size) for size in SIZES)
     return outputs_of(
         [molmo2.turn([says("Name a color.")], [], "red")],
@@ -42,7 +42,7 @@ def _policy(molmo2: Any, backend: str = "normal") -> Policy:
 
 
 def _logprobs(policy: Policy, batch: Any) -> list[torch.Tensor]:
-    """Log-probs of the trained tokens of each row."""
+    """Return the log-probs of the trained tokens, one tensor for each row."""
     values, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
     return list(values.split(batch.loss_mask.sum(1).tolist()))
 

@@ -22,7 +22,8 @@ EPISODES, VIDEO_FILES = 300, 24
 
 
 def order(files, lanes, window, seed=0, weights=None):
-    """Return the order of files with these numbers of frames, or of several sources with lists of them."""
+    """Return the shuffled order of frames. `files` has the number of frames of each file, or one such list for each of
+    several sources."""
     sources = files if isinstance(files[0], list) else [files]
     bounds = [np.cumsum([0, *each]) for each in sources]
     return FileShuffle(weights or [1.0] * len(sources), bounds, FileShuffleSettings(lanes=lanes, window=window), seed)

@@ -67,7 +67,7 @@ def copied(numbered, tmp_path, monkeypatch):
 
 
 def edit(root, name, change, same_types=True):
-    """Rewrite a table as `change` returns it."""
+    """Replace the Parquet table in the file `name` by the result of `change`, which gets it as a pandas DataFrame."""
     table = pq.read_table(root / name)
     schema = table.schema if same_types else None
     pq.write_table(pa.Table.from_pandas(change(table.to_pandas()), schema=schema, preserve_index=False), root / name)
@@ -83,7 +83,8 @@ def number_of(image):
 
 
 def shown(root, small=1 << 30):
-    """Return (state, image, image read with its episode) of every frame, or the place named in its error."""
+    """Read each frame of a dataset. Return the number in its state, the number in its image read alone, and the number
+    in its image read with the whole episode. If reading fails, return the place that the error names."""
     dataset, results = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
     reader._small = small > 0
@@ -100,7 +101,8 @@ def shown(root, small=1 << 30):
 
 
 def cut(rows, dropped):
-    """Return the rows without some of the second episode's, renumbered as a tool does that only edits rows."""
+    """Return the rows of a table without the `dropped` frames of the second episode. Frames are numbered again, as a
+    tool does that edits only rows."""
     remaining = rows[~rows.index.isin([LENGTH + each for each in dropped])].copy()
     remaining["frame_index"] = remaining.groupby("episode_index").cumcount()
     remaining["index"] = range(len(remaining))

@@ -103,7 +103,7 @@ def test_report_escapes_external_text(tmp_path: Path) -> None:
 
 
 def results(ends: str, task: int = 0) -> list[LiberoResult]:
-    """Return results with one episode per letter; + is solved."""
+    """Return the results of one task with an episode for each character of `ends`: + stands for a solved episode."""
     return [
         LiberoResult("libero_goal", task, "open", k, k, 1000 + k, end == "+", 3, (), None) for k, end in enumerate(ends)
     ]

@@ -86,7 +86,7 @@ def test_failed_episodes_are_counted_up_to_the_limit(tmp_path: Path) -> None:
 
 def test_non_finite_state_fails_only_its_episode(tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
     class Exploding(Plane):
-        """Its state is not finite in the first three attempts."""
+        """A simulator whose state becomes NaN in the first three attempts at an episode."""
 
         def _observe(self, slot: int) -> RobotObservation:
             seen = super()._observe(slot)

@@ -129,7 +129,7 @@ class Job:
 
 
 class WorkerClient:
-    """The client of a worker in this process."""
+    """A client of a trainer's worker that runs in this process. It calls the worker directly."""
 
     alive = True
 
@@ -148,7 +148,7 @@ class WorkerClient:
 
 
 class Silent:
-    """Events that are discarded."""
+    """An implementation of `Events` that ignores all events."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
     def metrics(self, values: Mapping[str, float], step: int) -> None: ...

@@ -24,7 +24,7 @@ from .simulated import needs_libero, physics, simulator
 pytestmark = needs_libero
 
 DRAWER = 4
-"""The task of libero_spatial whose initial state draws a drawer's opening."""
+"""Index of the task of libero_spatial in whose initial states a drawer is open by a random amount."""
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ WAY = 0.4
 
 
 class Kitchen(Plane):
-    """The plane with observations for a policy of the tag "kitchen". Solved when the point is `WAY` left of its
-    start."""
+    """The simulator `Plane`, with observations in the format of the released policy's tag "kitchen". An episode is
+    solved when the point is `WAY` left of its start."""
 
     def __init__(self, deaths: Sequence[int] = ()) -> None:
         super().__init__(deaths)
@@ -54,8 +54,10 @@ class Kitchen(Plane):
 
 
 def calm_policy(folder: Path, **changes: Any) -> LoadedPolicy:
-    """Write a policy to `folder`/checkpoint whose velocities are about 1, like a trained one's. changes: of its
-    settings."""
+    """Write a policy to `folder`/checkpoint and return it. Its velocities are about 1, as in a trained policy.
+
+    `changes` replace settings of the written policy.
+    """
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen", "num_inference_steps": 4})
     loaded = load_policy(released.write_released(folder / "released"), settings)
     with torch.no_grad():

@@ -33,7 +33,8 @@ from tests.robots.rl.test_run import rows, settings, train
 
 
 class Fragile(Kitchen):
-    """Its process dies, with all its slots, when a point is pushed farther than `edge` to the right of its start."""
+    """A simulator whose process dies, with all its slots, when a point is pushed farther than `edge` to the right of
+    its start."""
 
     def __init__(self, edge: float) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ def test_run_continues_without_failed_episodes(
 
 
 class Blurred(Kitchen):
-    """Its progress is NaN for a point that was pushed too far to the right."""
+    """A simulator that reports NaN as the progress of a point that was pushed too far to the right."""
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
         (progress,) = super().progress(slot)
@@ -209,7 +210,7 @@ def test_non_finite_policy_output_fails_only_its_episode(
 
 
 class Cursed(Kitchen):
-    """Its process dies in the first step of every episode with the same start as the first episode."""
+    """A simulator whose process dies in the first step of each episode that has the same start as the first episode."""
 
     def __init__(self) -> None:
         super().__init__()

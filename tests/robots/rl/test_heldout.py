@@ -62,7 +62,7 @@ def test_evaluations_do_not_change_training_even_after_a_crash(tmp_path: Path, s
     assert [row["rollouts"] for row in whole.lineage(3) if row["step"]] == [row["rollouts"] for row in plain.lineage(3)]
 
     class Doomed(Kitchen):
-        """Its process dies in the evaluation after step 2 and cannot be restarted."""
+        """A simulator whose process dies in the evaluation after step 2 and cannot be restarted."""
 
         def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
             journal = tmp_path / "cut/work/robot-evaluations/000002.jsonl"

@@ -84,12 +84,13 @@ def judged(answers: Sequence[ActionChunk], valued: bool) -> list[ActionChunkSamp
 
 
 def far(one: Tensor, other: Tensor) -> float:
-    """Return |one - other| / |other|."""
+    """Return the relative distance of two tensors, |one - other| / |other| with Euclidean norms."""
     return float((one - other).double().norm() / other.double().norm())
 
 
 def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs of all counted numbers, chunk by chunk, and the values (E,)."""
+    """Return the log-probs of all action numbers that count, chunk by chunk, and the predicted value of each chunk,
+    (E,). The values are None without a value head."""
     with torch.no_grad():
         part = trainer._load(samples)
         (prediction,) = trainer.likelihood.predict(trainer.model, part)
@@ -100,7 +101,7 @@ def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[ActionChunkSa
 
 
 def gradients(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> tuple[float, Tensor]:
-    """Return the gradient of an update's loss in two micro-batches, as one vector."""
+    """Compute an update's loss in two micro-batches. Return the loss, and its gradient as one vector."""
     total, solved = 0.0, frozenset(each.episode_id for each in samples if each.done and not each.truncated)
     for part in (samples[:5], samples[5:]):
         loss, _ = trainer._losses(part, trainer._load(part), Update(1, 0, 1, samples, solved, 1.0))

@@ -65,12 +65,13 @@ Mode = Literal["continuous", "discrete"]
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Batches of continuous actions."""
+    """A folder with batches of continuous actions; see `write_batches`."""
     return write_batches(tmp_path_factory.mktemp("batches"), "continuous")
 
 
 def write_batches(folder: Path, mode: Mode) -> Path:
-    """Write `policy`, `images` and the batches of steps 1 and 2, the second with one chunk."""
+    """Write a policy, the images of its rollouts, and the batches of steps 1 and 2 to `folder`, and return it. The
+    second batch has only one chunk."""
     if mode == "continuous":
         calm_policy(folder / "policy")
     else:
@@ -104,7 +105,8 @@ def machine(**changes: Any) -> Machine:
 
 
 Trained = tuple[list[dict[str, float]], list[float], dict[str, torch.Tensor]]
-"""The metrics of both steps, scores of the first batch in between, and the weights."""
+"""Result of a training of two steps: the metrics of both steps, the log-probs of the first batch under the weights
+after step 1, and the final weights."""
 
 
 def train(batches: Path, folder: Path, client: InProcessTrainer) -> Trained:
@@ -121,13 +123,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Forked:
-    """Client of the program forked_ranks.py."""
+    """A client of the program forked_ranks.py, which forks trainer ranks."""
 
     def __init__(self, log: Path, program: subprocess.Popen[str]) -> None:
         self.log, self.program = log, program
 
     def two_ranks(self, service: ServiceSettings, commands: list[dict[str, Any]], folder: Path) -> list[Any]:
-        """Return the ranks' replies to the commands; `folder` is created."""
+        """Send commands to a trainer of two ranks and return its replies. `folder` is created for its files."""
         rendezvous, asked = private_folder(folder), folder / "asked.json"
         asked.write_text(json.dumps([service.model_dump(mode="json"), commands]))
         assert self.program.stdin is not None and self.program.stdout is not None

@@ -93,7 +93,7 @@ def test_rollout_rewards_match_the_simulators_progress(tmp_path: Path) -> None:
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
 
     class Watched(Kitchen):
-        """Records the potentials that it reports."""
+        """A simulator that records the potential of each progress that it reports."""
 
         def __init__(self) -> None:
             super().__init__()

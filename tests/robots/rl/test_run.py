@@ -134,7 +134,7 @@ def test_resumed_run_equals_uninterrupted_run(plan: TrainVLARLSettings, tmp_path
     assert summary(history)["reward"] == history[-1]["reward"]
 
     class Doomed(Kitchen):
-        """Its process dies after some chunks and cannot be restarted."""
+        """A simulator whose process dies after some action chunks and cannot be restarted."""
 
         def __init__(self) -> None:
             super().__init__(range(35 if plan is AHEAD else 15, 10_000))

@@ -53,12 +53,13 @@ from tests.robots.rl.test_run import heldout_set, train
 
 TEMPERATURE = 0.7
 CHUNK = 4
-"""Actions of a chunk of the tag "kitchen"."""
+"""Number of actions in a chunk of the released policy's tag "kitchen"."""
 LEFT, RIGHT = (np.tile(np.array([end, *[0] * 6], np.float32), (CHUNK, 1)) for end in (-0.9, 0.9))
 
 
 def spoken(folder: Path) -> LoadedPolicy:
-    """A policy of action tokens with random weights, whose answers mostly decode to no actions."""
+    """Return a policy that generates action tokens, with random weights. Most of its answers cannot be decoded to
+    actions."""
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     loaded = load_policy(released.write_released(folder / "released"), settings)
     tokens = ActionTokens.fit([LEFT, RIGHT] * 4, vocabulary=released.ACTIONS, scale=10.0)
@@ -71,8 +72,10 @@ def spoken(folder: Path) -> LoadedPolicy:
 
 
 def of_two_minds(loaded: LoadedPolicy, left: float) -> LoadedPolicy:
-    """Make the policy answer LEFT with probability `left`, else RIGHT: layers add nothing, and a token depends only on
-    the previous one."""
+    """Return a copy of a policy that answers LEFT with probability `left`, and RIGHT otherwise.
+
+    Its layers add nothing to the embeddings, so the next token depends only on the previous one.
+    """
     tokens, model = loaded.parts.action_tokens, copy.deepcopy(loaded.model)
     assert tokens is not None
     (to_left,), (to_right,) = tokens.encode(LEFT), tokens.encode(RIGHT)  # one token each
