@@ -162,7 +162,7 @@ def refuse_unfinished(outputs: GenerateOutputs) -> None:
 
 
 def write_results(folder: Path, results: Sequence[EpisodeResult]) -> None:
-    """Write the results as a table into `folder`."""
+    """Write the results as the table `results.parquet` to `folder`."""
     write_table(folder / RESULTS_FILE, [result.row() for result in results], RESULTS)
 
 

@@ -77,7 +77,7 @@ class _Request:
 
 
 class Repeatability:
-    """Check that an answer has the same bits if its request is alone, if it is among others, and on every server.
+    """Check that the bits of an answer do not depend on other requests at the same time, nor on the server of a pool.
 
     Attributes:
         promised: True if determinism is configured and no check has failed yet.

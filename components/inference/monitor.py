@@ -26,7 +26,8 @@ EJECT_AFTER = 3
 200."""
 
 MAX_RESTARTS = 3
-"""Most restarts of a server in a row without an answered request. The server is given up instead of another restart."""
+"""Limit on the restarts of a server in a row without an answered request. Instead of another restart, the server is
+given up."""
 
 _WATCH = 1.0
 """Seconds between two checks that a server's process is alive."""

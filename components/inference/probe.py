@@ -24,7 +24,7 @@ from armature.components.inference.settings import ServerSettings
 from armature.components.inference.weights.pool import post
 
 TOKENS = 128
-"""Most tokens in the probe's text."""
+"""Largest number of tokens in the probe's text."""
 LIKELIEST = 20
 """Number of log-probs that vLLM returns for one position (its default max_logprobs)."""
 WORDS = "Describe it."
@@ -57,7 +57,7 @@ class Probe:
         object.__setattr__(self, "tokens", tuple(self.tokens))  # JSON brings a list
 
     def pil_image(self) -> Image.Image:
-        """Return the image as RGB."""
+        """Return the probe's image as an RGB image of Pillow."""
         return Image.open(io.BytesIO(base64.b64decode(self.image))).convert("RGB")
 
 

@@ -104,7 +104,7 @@ def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ..
 # --- A program that reads JSON from its standard input and writes a number to its standard output ---
 
 LONGEST_OUTPUT = 2**16
-"""Most bytes that the program may print to its standard output. Longer output cannot be a number."""
+"""Limit in bytes on what the program may print to its standard output. Longer output cannot be a number."""
 LONGEST_ERROR_OUTPUT = 1000
 """Number of bytes of the program's standard error that an error message shows. They are the last ones."""
 ERROR_OUTPUT_SECONDS = 1.0

@@ -147,11 +147,12 @@ def difficulty_counts(tasks: Sequence[TaskDifficulty]) -> dict[str, int]:
 
 
 Groups = Callable[[int], Iterable[PlayedGroup]]
-"""A function from a step to the groups that it has played."""
+"""A function that takes the number of a step and returns the groups that the step has played."""
 
 
 class SignalSampler:
-    """Walk through the lists of `tasks_of_step` from step 1, and skip some tasks without a signal.
+    """Choose the tasks of each step, from step 1 on. It walks through the endless lists of the function
+    `tasks_of_step`, and skips some tasks that gave no training signal.
 
     A task whose last group had equal rewards is played with the probability `plan.repeat_no_signal`, drawn once per
     epoch. The tasks of step k depend only on the seed and the groups of earlier steps, so a sampler that reads the

@@ -112,7 +112,8 @@ SILENCE = 120.0
 """Seconds without a message after which a worker counts as lost. A running worker sends a message every 5 s."""
 
 MOST_SIGNS = round(7 * 86400 / ALIVE_EVERY)
-"""Most messages that a worker may send while it plays one shard. At one message every 5 s they last for a week."""
+"""Limit on the messages that a worker may send while it plays one shard. At one message every 5 s they last for a
+week."""
 
 MOST_BYTES = 2**24
 """Largest accepted reply of a worker, in bytes. A reply does not contain rollouts, so it is small."""
@@ -121,7 +122,7 @@ PAUSE = 1.0
 """Seconds to wait before a failed shard is tried again, so that the pool can restart its servers."""
 
 ATTEMPTS = 4
-"""Most attempts to collect a shard. The error of the last attempt ends the run."""
+"""Limit on the attempts to collect a shard. The error of the last attempt ends the run."""
 
 LOOK_EVERY = 1.0
 """Seconds between two searches for late shards."""

@@ -25,7 +25,7 @@ from tests.chaos.training import OVERRIDES, RECIPE, Training, make_inputs
 
 ATTEMPTS = 5
 LIMIT = 900.0
-"""Most seconds that one run may take, with all its attempts."""
+"""Time limit in seconds for one run, with all its attempts."""
 KEY = "a key for chaos"
 NOT_OURS = "not an error of ours:"
 

@@ -39,7 +39,7 @@ SECRETS = {
 }
 PLATFORM, RUNS = Path(sys.executable).parent, ROOT / ".venv/bin"
 PATIENCE = 1200.0
-"""Most seconds to wait for an event. They are many because the machine may be busy, and no test depends on speed."""
+"""Time limit in seconds for an event. It is long because the machine may be busy, and no test depends on speed."""
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 

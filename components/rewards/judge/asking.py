@@ -29,7 +29,7 @@ LARGEST_REPLY = 2**22
 FIRST_WAIT = 0.5
 """Seconds to wait after the first failed attempt. The wait doubles after each further attempt."""
 MOST_AT_ONCE = 32
-"""Most requests in flight to a judge. The limit is lower for a time after the server has answered 429."""
+"""Limit on the requests in flight to a judge. The limit is lower for a time after the server has answered 429."""
 TOO_MANY = 429
 AGAIN = frozenset({408, 409, 425, TOO_MANY})
 """HTTP statuses below 500 after which another attempt may succeed."""
