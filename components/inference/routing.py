@@ -33,13 +33,13 @@ class PoolStatistics:
     ejections: int = 0
     restarts: int = 0
     stragglers: int = 0
-    """Shards of rollouts that another worker collected again because their worker was late."""
+    """Number of shards of rollouts that another worker collected again because the first worker was late."""
     continued: int = 0
-    """Samples whose server got new weights between request and answer."""
+    """Number of samples whose server got new weights between the request and the answer."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0
-    """Sum over requests of the time from admission to answer."""
+    """Seconds from the admission of a request to its answer, summed over all requests."""
 
     def answered(self, results: Sequence[Completion | GenerationFailure], seconds: float) -> None:
         """Count a request that returned `results`."""
@@ -54,7 +54,7 @@ class PoolStatistics:
                 self.completion_tokens += result.token_ids.size
 
     def failed(self, reason: str, samples: int) -> None:
-        """Count a request that failed as a whole."""
+        """Count a request for `samples` samples that failed as a whole."""
         self.requests += 1
         self.failures[reason] += samples
 
@@ -75,7 +75,7 @@ class PoolStatistics:
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Attempts of one request before it fails."""
+"""Number of attempts of one request after which the request fails."""
 
 T = TypeVar("T")
 

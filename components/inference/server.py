@@ -162,7 +162,8 @@ class VllmServer:
 async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None = None) -> str:
     """Return why the server cannot answer requests; "" if it is healthy and serves the model name `policy`.
 
-    Two routes are asked: /health stays 200 if the engine cannot answer, and does not check the key.
+    It asks two routes, because /health answers 200 even if the engine cannot answer requests, and does not check the
+    key.
 
     Args:
         model: the checkpoint folder that the server must serve; None: any.

@@ -131,7 +131,8 @@ _WORD = re.compile(
     r"|denn|zeigt|ou|et|hoặc|veya|atau|lub|eller|est|es|no es)\b)[A-Za-zÀ-ɏ]{2}",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A word after the letters "a" and "I" that shows them to be the article and the pronoun."""
+"""Pattern of a word after the letter "a" or "I" that shows that the letter is the article or the pronoun, not a
+label."""
 _PRONOUN = re.compile(_VERB_OF_I, re.IGNORECASE)
 _SENTENCE_START = re.compile(r"[.!?:;\n\f\"()-][^\w\n]*\Z")
 

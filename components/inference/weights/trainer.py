@@ -114,7 +114,7 @@ Parameters = Mapping[str, torch.Tensor]
 """Tensors on this rank's GPU by checkpoint name; sharded tensors are DTensors. All ranks have the same order."""
 
 BUCKET = 2**30
-"""Size limit of a bucket of tensors in bytes. A bucket ends with the first tensor that exceeds the limit."""
+"""Size limit of a bucket of tensors in bytes. A bucket ends with the first tensor that makes it larger than this."""
 
 
 def describe(parameters: Parameters) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from armature.components.contracts.secrets import (
 from armature.components.rewards.reward import ExtractingSettings
 
 PLACE = re.compile(r"\{([^\W\d]\w*)\}")
-"""A placeholder in a template, such as {answer}; other braces are text."""
+"""Pattern of a placeholder in a template, such as {answer}. Other braces are text."""
 
 
 class JudgeSettings(ExtractingSettings):
