@@ -192,7 +192,7 @@ class Checkpoints:
         return chosen | _rng(self.ranks.rank)
 
     def _holder_of(self, value: Tensor) -> tuple[int, int]:
-        """Return this rank's number among the ranks that hold the same data of `value`, and how many they are."""
+        """Return this rank's number among the ranks that hold the same data of `value`, and the number of them."""
         if not isinstance(value, DTensor):
             return self.ranks.rank, self.ranks.size
         mesh = value.device_mesh
@@ -219,7 +219,7 @@ class Checkpoints:
             raise
 
     def _agree(self, ranks: Ranks, target: Path, act: Callable[[], Any] | None) -> None:
-        """Run `act` on this rank, if it is not None, and raise on all ranks if it failed on any of them."""
+        """Run `act` on this rank unless it is None. If it fails on any rank, raise an error on all ranks."""
         failure = None
         try:
             if act is not None:
@@ -281,7 +281,8 @@ class Checkpoints:
 def _in_thread(act: Callable[[], None]) -> Future[None]:
     """Run `act` in a daemon thread and return its future.
 
-    A daemon, because a rank that fails must be able to exit although this thread may wait for the other ranks forever.
+    It is a daemon thread, because a rank that fails must be able to exit even if this thread waits for the other ranks
+    forever.
     """
     future: Future[None] = Future()
 
@@ -303,7 +304,7 @@ def _unreadable(error: Exception, path: Path) -> DataError:
 
 
 def _counts_and_state(document: Mapping[str, Any]) -> bool:
-    """Check that the non-tensor fields `load` reads have the types `save` writes."""
+    """Check that the fields of a checkpoint's document, besides tensors, have the types that `save` writes."""
     skipped = document.get("skipped")
     if not isinstance(skipped, dict) or skipped.keys() != asdict(SkippedUpdates()).keys():
         return False

@@ -36,16 +36,16 @@ from armature.components.training.service_settings import (
 
 ResultT = TypeVar("ResultT")
 FATAL = 500
-"""HTTP status of a reply after which the service ends."""
+"""HTTP status of an error reply after which the service ends."""
 LARGEST_REPLY = 2**30
 """Largest reply in bytes; the largest ones are the log-probs of a whole batch."""
 FLOATS, WHOLE, TEXT = TypeAdapter(dict[str, float]), TypeAdapter(StrictInt), TypeAdapter(StrictStr)
 DEATH = 30.0
-"""Seconds to wait for the processes of a service to exit after it dropped a connection."""
+"""Seconds to wait for a service's processes to exit after the service dropped a connection."""
 POLL = 0.05
-"""Seconds between looks at a process or a file."""
+"""Seconds between two checks of a process or a file."""
 MAX_RESTARTS = 3
-"""Number of times that a trainer which dies is started again before a call fails."""
+"""Number of times that a trainer which died is restarted for one call. After that the call fails."""
 
 
 class ServiceClient:
@@ -219,7 +219,10 @@ class ServiceClient:
         return ranks
 
     def _watch(self, ranks: PlacedRanks) -> None:
-        """Stop all ranks when a node is lost or the ranks of one node end; the others would wait for them forever."""
+        """Watch all ranks, and stop all of them when a node is lost or the ranks of one node end.
+
+        Otherwise the remaining ranks would wait for the missing ones forever.
+        """
         while ranks.returncode is None and self._lost is None:
             if (lost := ranks.lost_node()) is not None:
                 self._lost = lost
@@ -237,7 +240,11 @@ class ServiceClient:
             time.sleep(POLL)
 
     def _died(self, what: str) -> ArmatureError:
-        """Return the error that a rank wrote before it ended, or an error with the last lines of the log."""
+        """Return the error to raise for a service that died.
+
+        It is the error that a rank wrote before it ended. If there is none, it is an error with the last lines of the
+        log.
+        """
         program, attempt, lost, settings = self._program, self._attempt, self._lost, self.settings
         ranks = range(settings.processes.ranks)
         if lost is not None:  # ranks of other nodes died because that node was gone
@@ -289,8 +296,9 @@ def with_restarts(
     """Call `ask` and return its result, restarting the trainer if it dies meanwhile.
 
     Args:
-        done: `ask` needs the weights after this step.
-        replay: applies a step again. A restarted trainer resumes from its newest checkpoint; the steps up to `done`
+        done: number of the step whose weights `ask` needs.
+        replay: function that applies the step with a given number again. A restarted trainer resumes from its newest
+            checkpoint; the steps up to `done`
             that the checkpoint lacks are replayed.
 
     Raises:
@@ -323,7 +331,8 @@ def run_steps(
 
     Args:
         begin: called before step 1, in a run that does not resume.
-        one_step: makes one step, 1, 2, ..., and saves a checkpoint when one is due. After a restart it is called again
+        one_step: makes the step with the given number (1, 2, ...), and saves a checkpoint when one is due. After a
+            restart it is called again
             for steps that the checkpoint lacks.
 
     Raises:

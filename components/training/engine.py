@@ -26,9 +26,9 @@ Model = TypeVar("Model", bound=nn.Module)
 _EPSILON = 1e-6
 """Added to a norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 ALL = "all"
-"""Name of the norm over the gradients of all groups together."""
+"""Name of the gradient norm that covers the parameters of all groups together."""
 MOST_IN_A_ROW = 10
-"""Number of consecutive skipped updates at which training ends."""
+"""Number of consecutive skipped updates after which training ends with an error."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class ParameterGroup:
     name: str
     parameters: Sequence[nn.Parameter]
     rate: Callable[[float], float]
-    """Learning rate as a function of the number of the update, 1, 2, ...; fractions lie between two updates."""
+    """Learning rate as a function of the update's number, 1, 2, ... A fraction lies between two updates."""
     weight_decay: float
 
 
@@ -49,7 +49,7 @@ class AppliedUpdate:
     """The result of `TrainingEngine.update`."""
 
     norms: Mapping[str, float]
-    """Gradient norms before clipping: by group with `clip_groups`, else one named `ALL`."""
+    """Gradient norms before clipping, by name: with `clip_groups` one for each group, else one named `ALL`."""
     finite: bool
     """True if all norms are finite and so the optimizer step was made; False if it was skipped."""
 
@@ -189,7 +189,7 @@ class TrainingEngine(Generic[Model]):
         return AppliedUpdate(norms, finite)
 
     def last_rates(self) -> dict[str, float]:
-        """Return the learning rate of each group in the last update, or before any update the rate of the first."""
+        """Return each group's learning rate in the last update, or before any update its rate in the first one."""
         pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
         return {group.name: options["lr"] for group, options in pairs}
 
@@ -213,7 +213,7 @@ class TrainingEngine(Generic[Model]):
 
 @dataclass
 class SkippedUpdates:
-    """Counts of updates that were skipped because their gradient was not finite: in total, and in a row.
+    """Counts the updates that were skipped because their gradient was not finite: in total, and in a row.
 
     Checkpoints store both.
     """
@@ -245,7 +245,10 @@ class SkippedUpdates:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: of the GPU since the last call, on a CPU of the process since it started."""
+    """Return the peak memory in GiB.
+
+    On a GPU this is the peak of GPU memory since the last call; on a CPU the process's peak since it started.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -80,13 +80,13 @@ class GradientSums:
         self.added(parameter)
 
     def give(self) -> None:
-        """Set each parameter's `.grad` to its sum, and start over."""
+        """Set the `.grad` of each parameter to the sum of its gradients so far, and start new sums."""
         for parameter, total in self.totals.items():
             parameter.grad = total
         self.totals.clear()
 
     def discard(self) -> None:
-        """Drop the sums."""
+        """Drop the sums of gradients accumulated so far."""
         self.totals.clear()
 
 

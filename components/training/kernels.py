@@ -16,11 +16,14 @@ from armature.components.models.context_parallel import to_device
 
 BLOCK = 1024
 CHUNK = 32 * BLOCK
-"""Number of elements of a parameter that one program updates."""
+"""Number of elements of a parameter that one program of the update kernel processes."""
 COLUMNS = 7
-"""Columns of a parameter's row in the table: five pointers, its number of elements, and the first of its programs."""
+"""Number of columns in a parameter's row of the kernel's table.
+
+They are five pointers, the parameter's number of elements, and the number of the first program that updates it.
+"""
 ALIGNED = 16
-"""Alignment in bytes: if all pointers are multiples of it, several elements are read and written at once."""
+"""Alignment of pointers in bytes. If all are multiples of it, several elements are read and written at once."""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -131,7 +134,8 @@ def update(
 ) -> None:
     """Apply `armature.components.training.optimizer.rounded_update` to many parameters with one kernel launch.
 
-    One launch for all, because launching hundreds of kernels takes the host longer than small parameters take the GPU.
+    All parameters share one launch, because the host needs longer to launch hundreds of kernels than the GPU needs to
+    update small parameters.
 
     Args:
         weights, gradients, firsts, seconds, rests: one tensor per parameter; the tensors of each sequence share a

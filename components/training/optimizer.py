@@ -36,9 +36,9 @@ from armature.components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
 COMPLETED = {RESIDUAL, LOW, EMA}
-"""Slots that torch's AdamW does not have. A loaded state may lack them; they are then initialized."""
+"""State slots that torch's AdamW does not have. If a loaded state lacks them, they are initialized."""
 _HALF = 0x8000
-"""Half of a bf16 unit in the last place, as a 32-bit pattern."""
+"""Half of a bf16 number's unit in the last place, as an integer to add to an fp32 number's bit pattern."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -86,7 +86,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            clips: a factor for each group, by which its gradients are multiplied first; None leaves them.
+            clips: one factor per parameter group. The group's gradients are first multiplied by it; None leaves all
+                gradients unchanged.
         """
         for group, clip in zip(self.param_groups, clips or [1.0] * len(self.param_groups), strict=True):
             trained = [p for p in group["params"] if p.grad is not None]
@@ -168,7 +169,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
                     parameter.copy_(value)
 
     def _complete(self, parameter: nn.Parameter, state: State) -> None:
-        """Add the slots that `state` lacks, with their values before the first update.
+        """Add missing slots to a parameter's `state`, with the values that they have before the first update.
 
         A state of torch's AdamW has no residual for a bf16 weight. What its rounding cut off is lost, so a residual of
         0 is exact.
@@ -200,7 +201,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         return state
 
     def _exact(self, parameter: nn.Parameter) -> Tensor:
-        """Return the weight in fp32, including the part that rounding cut off."""
+        """Return the exact value of `parameter` in fp32: the bf16 weight and the part that rounding cut off."""
         state = self.state[parameter]
         if LOW in state:
             return joined(parameter.detach(), state[LOW])
@@ -245,7 +246,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 state[STEP] += 1
 
     def _step_rounded(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
-        """Update the bf16 parameters of one group that `_grouped` returned."""
+        """Update bf16 parameters that `_grouped` put together, with the options of their parameter group `group`."""
         rest = LOW if self.masters else RESIDUAL
         tensors = [
             tuple(map(local_tensor, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[rest])))
@@ -331,9 +332,9 @@ def rounded_update(
 
 
 def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
-    """Group the parameters that one launch of the Triton kernel can update; without the kernel each is a group.
+    """Divide parameters (each with its state) into groups that one launch of the Triton kernel can update.
 
-    All of `pairs` have gradients.
+    A parameter that the kernel cannot update is a group of its own. All parameters must have gradients.
     """
     groups = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
     for place, (parameter, state) in enumerate(pairs):

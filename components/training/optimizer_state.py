@@ -24,15 +24,18 @@ State = dict[str, Tensor]
 Slots = Mapping[str, TensorSpec]
 Lent = tuple[Sequence[nn.Parameter], Sequence[State]]
 FIRST, SECOND, RESIDUAL, LOW = "exp_avg", "exp_avg_sq", "residual", "low"
-"""Names of state slots: both moments, and the part of a bf16 weight that rounding cut off, in bf16 or as 16 bits."""
+"""Names of state slots: the first and the second moment, and the part of a bf16 weight that rounding cut off.
+
+That part is kept as a bf16 residual, or as the lower 16 bits of an fp32 weight.
+"""
 SMALL = 4096
-"""Parameters with fewer elements, such as norms, keep plain states on their device."""
+"""Number of elements below which a parameter, such as a norm's weight, keeps plain states on its device."""
 MOVED = frozenset({FIRST, SECOND, RESIDUAL, LOW})
 """Slots that `InMainMemory` keeps in main memory."""
 CODES = {FIRST: SIGNED, SECOND: UNSIGNED}
-"""8-bit code of each moment."""
+"""The 8-bit code in which each moment is stored, by slot."""
 SCALES = "_scales"
-"""Suffix of the slot with the scales of an 8-bit moment, one per block: exp_avg_scales."""
+"""Suffix of the slot with the scales of an 8-bit moment, as in exp_avg_scales. Each block has one scale."""
 
 Optimizer = torch.optim.Optimizer
 Parameters = Mapping[str, nn.Parameter]
@@ -44,15 +47,15 @@ class Storage(Protocol):
     """Keeps the optimizer's states between updates."""
 
     def slots(self, plain: Slots) -> dict[str, TensorSpec]:
-        """Return the stored tensors of a parameter whose plain states are `plain`."""
+        """Return shape and dtype of the stored tensors, by slot, of a parameter whose plain states are `plain`."""
         ...
 
     def empty(self, parameter: Tensor, slot: str, spec: TensorSpec) -> Tensor:
-        """Return an uninitialized stored tensor for one slot."""
+        """Return an uninitialized tensor in which one slot of `parameter` can be stored."""
         ...
 
     def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
-        """Yield the parameters in groups, each with its plain states on the parameter's device.
+        """Yield groups of parameters, each parameter with its plain states on its device.
 
         The caller updates these in place; when it asks for the next group, they are stored.
         """
@@ -104,7 +107,11 @@ class InMainMemory(OnDevice):
 def _by_size(
     parameters: Sequence[nn.Parameter], states: Sequence[State]
 ) -> tuple[Lent, list[tuple[nn.Parameter, State]]]:
-    """Separate the parameters with fewer than `SMALL` elements, as one group to lend, from pairs of larger ones."""
+    """Separate small parameters from large ones.
+
+    Return the parameters with fewer than `SMALL` elements and their states as one group. Return each larger parameter
+    as a pair with its state.
+    """
     pairs = list(zip(parameters, states, strict=True))
     small = [pair for pair in pairs if pair[0].numel() < SMALL]
     large = [pair for pair in pairs if pair[0].numel() >= SMALL]
@@ -112,14 +119,14 @@ def _by_size(
 
 
 class _Copies:
-    """Copies states from main memory to `device` and back: on a GPU in streams beside the update, else at once."""
+    """Copies states from main memory to `device` and back. On a GPU the copies run in streams beside the update."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._returned = device, list[torch.cuda.Event]()
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def fetch(self, stored: State) -> tuple[State, torch.cuda.Event | None]:
-        """Start copying a parameter's states to the device; return the copies and the event of their arrival."""
+        """Start copying a parameter's states to the device. Return the copies and the CUDA event of their arrival."""
         moving = {name: local_tensor(value) for name, value in stored.items() if name in MOVED}
         if not self._streams:
             return stored | {name: value.clone() for name, value in moving.items()}, None
@@ -131,7 +138,7 @@ class _Copies:
             return stored | moved, self._streams[0].record_event()
 
     def arrived(self, fetched: tuple[State, torch.cuda.Event | None]) -> State:
-        """Make the update wait for the copies that `fetch` started, and return them."""
+        """Make the update wait until the copies that `fetch` started are complete, and return the copies."""
         lent, arrival = fetched
         if arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(arrival)
@@ -139,7 +146,7 @@ class _Copies:
         return lent
 
     def give_back(self, lent: State, stored: State) -> None:
-        """Start copying the updated states to main memory."""
+        """Start copying the updated states `lent` from the device to `stored` in main memory."""
         names = lent.keys() & MOVED
         if not self._streams:
             for name in names:
@@ -154,13 +161,13 @@ class _Copies:
             self._returned.append(back.record_event())
 
     def finish(self) -> None:
-        """Block until main memory has all updated states, since the caller may read them next."""
+        """Block until all updated states are in main memory, because the caller may read them next."""
         for stream in self._streams[1:]:
             stream.synchronize()
 
 
 def _keep_for(lent: State, stream: torch.cuda.Stream) -> None:
-    """Keep the allocator from reusing the memory of `lent` while `stream` uses it."""
+    """Keep the allocator from reusing the memory of the states `lent` while `stream` uses it."""
     for name in lent.keys() & MOVED:
         lent[name].record_stream(stream)
 
@@ -208,14 +215,14 @@ STORAGES: Mapping[OptimizerStates, Callable[[], Storage]] = {
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    """Return this rank's shard if `tensor` is a DTensor, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def slots_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, TensorSpec]:
     """Return shape and dtype of each state tensor that `optimizer` keeps for an updated parameter, by slot name.
 
-    An optimizer with a method `slots` is asked; any other is taken for torch's AdamW.
+    If `optimizer` has a method `slots`, its result is returned; any other optimizer is taken for torch's AdamW.
     """
     if method := getattr(optimizer, "slots", None):
         slots: dict[str, TensorSpec] = method(parameter)
@@ -282,13 +289,13 @@ def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
 
 
 def miscount(count: Tensor) -> str:
-    """Return what is wrong with an update count (slot "step"); empty if it is a positive whole number."""
+    """Return a phrase about the fault of an update count (slot "step"); empty if it is a positive whole number."""
     number = count.item()
     return "" if number >= 1 and number % 1 == 0 else f"is {number}, not a number of updates"  # NaN compares false
 
 
 def misfit(saved: TensorSpec, wanted: TensorSpec) -> str:
-    """Return why a saved tensor cannot be read into one like `wanted` without loss; empty if it can."""
+    """Return why a saved tensor cannot be read into a tensor like `wanted` without loss; empty if it can."""
     if saved.shape != wanted.shape:
         return f"has shape {list(saved.shape)}, {list(wanted.shape)} is needed"
     if saved.dtype.is_complex or torch.promote_types(saved.dtype, wanted.dtype) != wanted.dtype:
@@ -297,7 +304,7 @@ def misfit(saved: TensorSpec, wanted: TensorSpec) -> str:
 
 
 def refusal(what: str, where: Path) -> DataError:
-    """Return the error for a checkpoint that does not fit the model or the optimizer."""
+    """Return the error that refuses the checkpoint at `where`; `what` is the fault that its message names."""
     remedy = "delete this folder; the run then resumes from the checkpoint before it"
     return DataError(
         f"the checkpoint cannot be resumed from: {what}", code="checkpoint_mismatch", where=str(where), remedy=remedy
@@ -305,8 +312,11 @@ def refusal(what: str, where: Path) -> DataError:
 
 
 def _empty(optimizer: Optimizer, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:
-    """Return an uninitialized tensor for a slot: placed by the optimizer if it has a method `empty_slot`, else as
-    torch's AdamW does, with moments like their parameter and counts on the CPU."""
+    """Return an uninitialized tensor for one slot of a parameter's state.
+
+    The optimizer places it if it has a method `empty_slot`. Else it is placed as torch's AdamW does: moments like their
+    parameter, and counts on the CPU.
+    """
     if method := getattr(optimizer, "empty_slot", None):
         made: Tensor = method(parameter, slot, spec)
         return made

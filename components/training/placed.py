@@ -20,7 +20,7 @@ HOST = "ARMATURE_TRAINER_HOST"
 
 @dataclass(frozen=True)
 class LostNode:
-    """A node of the trainer that is gone."""
+    """A cluster node of the trainer that was lost."""
 
     number: int
     """The node's number within the training, from 0."""
@@ -32,7 +32,7 @@ def start(settings: ServiceSettings, attempt: Path, node: int, log: Path, env: M
     """Start the ranks of node `node` (0, 1, ...) on this machine.
 
     Args:
-        attempt: the folder in which the ranks of all nodes meet; see `new_attempt`.
+        attempt: the folder through which the ranks of all nodes connect; see `new_attempt`.
 
     Raises:
         ConfigurationError: this machine does not have the network interface, or a variable that `environment` refers to
@@ -48,7 +48,7 @@ class PlacedRanks:
     The client uses it like a `Program`, the process of a trainer on one machine.
 
     Args:
-        attempt: the folder in which the ranks meet; see `new_attempt`.
+        attempt: the folder through which the ranks connect; see `new_attempt`.
         variables: the variables of `settings.processes.environment`, with the secrets of this machine resolved.
         env: further environment variables.
 
@@ -84,7 +84,7 @@ class PlacedRanks:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the first node whose ranks ended; None while all nodes run, and if a node was lost."""
+        """Exit code of the first node whose ranks ended. None while all nodes run, and also if a node was lost."""
         if self._code is None:
             codes = (node.returncode for node in self._nodes)
             self._code = next((code for code in codes if code is not None), None)

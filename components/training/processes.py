@@ -28,7 +28,7 @@ from armature.components.machine.process import Program
 from armature.components.machine.resources import VISIBLE, visible_devices
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
-"""Environment variable with the path of the FileStore through which ranks meet."""
+"""Environment variable with the path of the FileStore through which ranks exchange their addresses."""
 SERVER_SHARE = 0.92
 """Default of vLLM's gpu_memory_utilization in vLLM 0.26 to 0.32: the part of a GPU's memory that a server takes."""
 _POLL = 0.1
@@ -111,7 +111,7 @@ class TrainerProcesses(BaseModel):
         log: Path | None,
         env: Mapping[str, str | None] | None = None,
     ) -> Program:
-        """Start `python ARGUMENTS...` as the ranks of one node.
+        """Start the ranks of one node, each as a process `python ARGUMENTS...`.
 
         Args:
             rendezvous: a folder made by `private_folder`, new for every start and visible to all nodes.
@@ -160,9 +160,12 @@ def error_file(rendezvous: Path, rank: int) -> Path:
 
 
 def new_attempt(workspace: Path) -> Path:
-    """Make the folder `attempt-N` for the rendezvous of the next start's ranks, and remove older ones but the previous.
+    """Make and return the folder `attempt-N`, through which the ranks of the next start will connect.
 
-    Its name was never used before, so ranks of an earlier start that still run on a lost node cannot join.
+    Folders of older attempts are removed, except the previous one.
+
+    The name of the new folder was never used before, so ranks of an earlier start that still run on a lost node cannot
+    join.
     """
     numbers = sorted(int(each.name.removeprefix("attempt-")) for each in workspace.glob("attempt-*"))
     for number in numbers[:-1]:
@@ -178,7 +181,10 @@ def private_folder(path: Path) -> Path:
 
 
 def _main(processes: int, first: int, arguments: Sequence[str]) -> int:
-    """Start ranks `first`, `first` + 1, ... and wait. Return the exit code of the first one that fails, else 0."""
+    """Start `processes` ranks on this node, numbered from `first`, and wait until they end.
+
+    Return the exit code of the first rank that fails, or 0.
+    """
     ranks = [
         subprocess.Popen(
             [sys.executable, *arguments], env=os.environ | {"RANK": str(first + local), "LOCAL_RANK": str(local)}

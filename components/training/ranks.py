@@ -26,11 +26,14 @@ from armature.components.training.processes import RENDEZVOUS, TrainerProcesses
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20
-"""Elements of a bucket in which gradients are summed over ranks: few messages, little extra memory."""
+"""Number of elements of a bucket, in which small gradients are summed over ranks together.
+
+This size needs few messages and little extra memory.
+"""
 ALONE_ELEMENTS = 2**22
 """A gradient with at least this many elements is summed by itself, without being copied into a bucket."""
 CONNECT = timedelta(minutes=2)
-"""Time limit for connecting. It is shorter than the limit of a collective because all ranks have started by then."""
+"""Time limit for connecting the ranks. It is shorter than a collective's limit because all ranks have started."""
 WATCHDOG = timedelta(minutes=1)
 """Extra time before NCCL's watchdog ends a process that waits for a lost rank.
 
@@ -68,17 +71,20 @@ class Ranks:
 
     @property
     def part(self) -> tuple[int, int]:
-        """This rank's number among the ranks that share its sequences, and how many they are."""
+        """This rank's number among the ranks that share its sequences, and the number of these ranks."""
         return (0, 1) if self.context is None else (self.context.rank, self.context.size)
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """The number of this rank's part of a batch, and the number of parts. Ranks that share sequences share it."""
+        """The number of the part of a batch that this rank trains on, and the number of parts.
+
+        Ranks that share sequences train on the same part.
+        """
         _, sharing = self.part
         return self.rank // sharing, self.size // sharing
 
     def another_group(self) -> Ranks:
-        """Return the same ranks with a new gloo group, for use in another thread.
+        """Return a copy of these ranks that has a new gloo group, for use in another thread.
 
         Messages of different groups cannot be mistaken for each other. Every rank calls it.
         """
@@ -95,7 +101,7 @@ class Ranks:
         return mesh
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        """Sum the gradients of parameters that are not sharded over the ranks; a missing gradient counts as zero.
+        """Sum the gradients of unsharded parameters over the ranks. A missing gradient counts as zero.
 
         Args:
             dtype: dtype of the gradients; by default the dtype of their parameter.
@@ -159,7 +165,7 @@ class Ranks:
 
     @contextmanager
     def _timeout_as_error(self) -> Iterator[None]:
-        """Turn the timeout of a collective into a `TrainerError`."""
+        """Return a context that raises a `TrainerError` if a collective in it times out."""
         try:
             yield
         except RuntimeError as error:
@@ -189,16 +195,16 @@ def _unpacked(data: Tensor) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on the CPU. A sharded tensor is gathered, for which every rank must call this."""
+    """Return the full tensor on the CPU. If it is sharded, its shards are gathered, so every rank must call this."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """Return the L2 norm of all `tensors` together, sharded ones included.
 
-    Sharded tensors must have the same mesh and placements, and all ranks of the mesh must call this. It sums the
-    shards' squares with one collective: torch's `get_total_norm` makes one per tensor, which costs more host time than
-    the collective itself.
+    Sharded tensors must have the same mesh and placements, and all ranks of the mesh must call this. The squares of all
+    shards are summed with one collective. torch's `get_total_norm` makes one collective per tensor, which costs more
+    host time than the collective itself.
     """
     whole, sharded = list[Tensor](), list[DTensor]()
     for tensor in tensors:
@@ -221,7 +227,10 @@ def like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype into buckets of at most `BUCKET_ELEMENTS`; large ones are alone."""
+    """Group tensors of one dtype into buckets of at most `BUCKET_ELEMENTS` elements.
+
+    A large tensor is alone in its bucket.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -244,7 +253,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
-    """Connect this process, one of those that `processes.start` started, with the other ranks.
+    """Connect this process, a rank that `processes.start` started, with the other ranks.
 
     It also sets the device, the number of threads and the seed, and makes torch deterministic on a CPU.
 
@@ -277,7 +286,7 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
 
 
 def _context(rank: int, size: int, sharing: int, timeout: timedelta) -> ContextParallel | None:
-    """Return the ranks that share sequences with `rank`: blocks of `sharing` neighbors. None if nothing is shared."""
+    """Return the block of `sharing` neighboring ranks that share sequences with `rank`; None if `sharing` is 1."""
     if sharing == 1:
         return None
     groups = [dist.new_group(range(first, first + sharing), timeout=timeout) for first in range(0, size, sharing)]

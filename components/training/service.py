@@ -50,16 +50,16 @@ from armature.components.training.service_worker import Command, ServiceWorker
 IDLE = 30.0
 """Seconds without a command after which the ranks check that all of them still answer."""
 FIRST_STEPS = 3
-"""Number of first steps after which new objects are exempted from garbage collection.
+"""Number of first steps, after which all objects made so far are exempted from garbage collection.
 
 These steps compile layers and make the optimizer's states: many objects that live as long as the process.
 """
 KEEPS_STATE = ("score", "save", "settle", "publish", "send", "probe", "measure")
-"""Commands that do not change the trainer. With one rank, the service continues when one of them fails."""
+"""Commands that do not change the trainer's state. With one rank, the service keeps running if one of them fails."""
 LARGEST = 2**20
-"""Largest command in bytes."""
+"""Largest size of a command in bytes."""
 LINGER = 10.0
-"""Seconds that replies in flight may take when the service ends."""
+"""Seconds that the server waits at its end for replies that are still being sent."""
 
 
 def main(settings_file: str) -> None:
@@ -80,7 +80,7 @@ def main(settings_file: str) -> None:
 
 
 def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWorker]:
-    """Import the worker class that `WORKERS` has under `name`.
+    """Import and return the worker class for `name`, a key of `WORKERS`.
 
     Garbage collection is off during the import, and imported objects are exempt from it later: they are many and stay.
     """
@@ -123,7 +123,7 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
 
 
 def carry_out(worker: ServiceWorker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
-    """Check a command on all ranks, and if all accept it run it on all ranks.
+    """Let all ranks check a command. If every rank accepts it, run it on all ranks.
 
     Args:
         answer: on rank 0, the future that gets the result or the error; None on the other ranks.

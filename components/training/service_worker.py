@@ -45,7 +45,7 @@ class ServiceWorker(ABC):
         """Carry out a command that only this kind of worker has."""
 
     def check(self, command: Command) -> Any:
-        """Refuse a command that cannot be carried out, before anything changes; else return `prepare`'s data.
+        """Check a command before anything changes, and return the data that `prepare` made for it.
 
         Raises:
             ConfigurationError: a step is out of order, or the command names another version of the weights.
@@ -117,5 +117,5 @@ class ServiceWorker(ABC):
 
 
 def _batch_name(batch: str | None) -> tuple[str, ...]:
-    """Return kind and fingerprint of a batch: the rest of the path depends on the machine's store."""
+    """Return the last parts of a batch's path, its kind and fingerprint. The rest depends on the machine's store."""
     return Path(batch or "").parts[-2:]

@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message=_ONE_PROCESS)  # torch warns so for `n
 
 
 class SavedShard(BaseModel):
-    """A box (offsets and sizes) of a tensor, and the bytes of the rank's file that hold it."""
+    """One shard of a tensor as a box (offsets and sizes), and the byte range that holds it in the rank's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -45,7 +45,7 @@ class SavedShard(BaseModel):
 
 
 class SavedTensor(BaseModel):
-    """Dtype and shape of a tensor, and the shards of it that one rank wrote."""
+    """Dtype and shape of a whole tensor, and a list of its shards that one rank wrote."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -117,7 +117,9 @@ class ShardedTensors:
         self._load(targets, _FiniteCheck())
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill `targets`: plain tensors, or DTensors of which this rank's shards are filled; any device and dtype.
+        """Fill each tensor of `targets` with the saved tensor of the same name.
+
+        A target may have any device and dtype. Of a DTensor only this rank's shards are filled.
 
         Raises:
             ValueError, OSError: a file is damaged; some of `targets` may be filled already.
@@ -132,12 +134,12 @@ class ShardedTensors:
 
 
 class NotFiniteError(ValueError):
-    """A tensor has NaN or infinite values. The argument is its name."""
+    """Raised if a tensor has NaN or infinite values. The exception's argument is the name of the tensor."""
 
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy plain tensors, and this rank's shards of DTensors, to the CPU."""
+    """Return copies on the CPU of plain tensors and of this rank's shards of DTensors, by name."""
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
@@ -166,7 +168,7 @@ def _cause(failed: CheckpointException) -> Exception:
 
 @dataclass(frozen=True)
 class _Location:
-    """The storage location of a shard, with the attributes that `FileSystemReader` reads."""
+    """Storage location of a shard. It has the attributes that torch's `FileSystemReader` reads."""
 
     relative_path: str
     offset: int
@@ -175,7 +177,7 @@ class _Location:
 
 
 class _Writer(FileSystemWriter):
-    """A writer that stores the index as JSON instead of a pickle."""
+    """A writer of torch checkpoints that stores the index of the tensors as JSON instead of a pickle."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         written = {result.index: result.storage_data for part in results for result in part}
@@ -198,7 +200,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """A reader that uses metadata which was already read."""
+    """A reader of torch checkpoints that gets metadata which was already read, instead of reading it from a file."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

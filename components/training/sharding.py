@@ -15,12 +15,12 @@ from armature.components.families.family import Family
 from armature.components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]
-"""A module whose weights are gathered together, and the dtype it computes in; None is the dtype of its weights."""
+"""A pair of a module, whose weights FSDP gathers together, and the dtype it computes in. None is its weights' dtype."""
 Model = TypeVar("Model", bound=nn.Module)
 TOWER = 2**30
-"""Largest number of parameters of a vision tower that is gathered as a whole.
+"""Largest number of parameters with which a vision tower is gathered as a whole, and not block by block.
 
-On a few images a block of the tower computes for less time than the host needs to gather it.
+On a few images, a block of the tower computes for less time than the host needs to gather its weights.
 """
 
 
@@ -37,12 +37,14 @@ def sharder(
     """Return a function that shards a model over `ranks`, in place. The model's parameters may be on the meta device.
 
     Args:
-        copies: number of copies of the model. With more than 1 (HSDP) each block of neighboring ranks shards a copy.
+        copies: number of copies of the model. With more than 1 (HSDP), the ranks are divided into `copies` blocks of
+            neighbors, and each block shards one copy.
         units: returns the units of a model, inner ones first and the model itself last.
         weights: on the first rank all parameters and buffers by name, None on the other ranks. The first rank reads one
             at a time and sends each rank its shard.
         cast_inputs: also cast the inputs of a unit to its dtype.
-        methods: names of methods of the model that must gather its weights, as `forward` does.
+        methods: names of methods of the model, besides `forward`, that use its weights. They gather the weights before
+            they run.
         keep: keep weights gathered from a forward pass to its backward pass.
     """
     mesh = ranks.mesh(copies)
@@ -84,7 +86,7 @@ def _keep_for_backward(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | None) -> None:
-    """Fill the sharded model with the first rank's weights."""
+    """Fill the parameters and buffers of the sharded `model` from `weights`, which only the first rank has."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         mine, mesh = parameter.to_local(), parameter.device_mesh
