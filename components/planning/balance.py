@@ -15,14 +15,14 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.rl.settings import TrainVLMSettings
 
 LEAST = 0.05
-"""Share of a step's time that another division must save to be recommended."""
+"""Share of a step's time that another division of the GPUs must save to be recommended."""
 WARM_UP = 2
 """Number of first steps that are ignored, in which kernels are compiled and caches are filled."""
 
 
 @dataclass(frozen=True)
 class MeasuredShare:
-    """Mean times of the steps of a run, in seconds, on its servers and ranks."""
+    """Mean times of the steps of a run in seconds, and the numbers of servers and ranks that it used."""
 
     path: Path
     """Folder of the run."""
@@ -35,12 +35,18 @@ class MeasuredShare:
     others: float
     """Seconds of everything that more servers or ranks do not shorten."""
     overlaps: bool
-    """Rollouts are played while the trainer works."""
+    """True if rollouts are played while the trainer works."""
     at_most: bool
-    """Rollouts took at most as long as training; the exact time is unknown because nothing waited for them."""
+    """True if `rollouts` is only an upper bound, the time of training.
+
+    Rollouts were faster, but their exact time is unknown because nothing waited for them.
+    """
 
     def step(self, servers: int, ranks: int) -> float:
-        """Return the seconds of a step with other numbers of GPUs, assuming that both sides scale perfectly."""
+        """Return the seconds that a step would take on `servers` servers and `ranks` ranks.
+
+        Rollouts and training are both assumed to scale perfectly.
+        """
         rollouts, train = self.rollouts * self.servers / servers, self.train * self.ranks / ranks
         return self.others + (max(rollouts, train) if self.overlaps else rollouts + train)
 
@@ -62,7 +68,7 @@ def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare 
 
 
 def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal for times to be comparable."""
+    """Return the part of a run's settings that two runs must share for their times to be comparable."""
     rollouts = {key: value for key, value in settings["rollouts"].items() if key != "seed"}
     return {"model": settings["model"], "rollouts": rollouts, "batches": settings["batches"]}
 
@@ -87,7 +93,7 @@ def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, floa
 
 
 def best_share(measured: MeasuredShare, gpus: int, gpus_per_server: int) -> tuple[int, int]:
-    """Return the numbers of servers and ranks, which together use `gpus` GPUs, with the shortest step.
+    """Return the number of servers and the number of ranks that use `gpus` GPUs and make a step shortest.
 
     Example:
         >>> measured = MeasuredShare(Path(), 1, 3, rollouts=30.0, train=10.0, others=0.0, overlaps=True, at_most=False)

@@ -50,7 +50,7 @@ class Gpu:
     """Number of GPUs of a node."""
 
     def collective(self, ranks: int) -> float:
-        """Return the bytes per second of a ring of `ranks`.
+        """Return the bytes per second that a collective reaches in a ring of `ranks` ranks.
 
         Between nodes each byte enters a node once, over the network of all its GPUs together.
         """
@@ -106,7 +106,9 @@ class ModelSizes:
 
 
 def read_config(settings: ModelSettings) -> Any:
-    """Return the configuration of a model, without its weights: of a folder, a hub name, or a tiny model.
+    """Return the configuration of a model without reading its weights.
+
+    The model is a folder, a hub name, or a tiny model.
 
     Raises:
         DataError: the configuration is not on this machine, and the hub does not answer.
@@ -131,7 +133,7 @@ def read_config(settings: ModelSettings) -> Any:
 
 
 def model_sizes(config: Any, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> ModelSizes:
-    """Count a model's sizes on the meta device.
+    """Return the sizes of a model, which are counted on the meta device.
 
     Each layer of the vision tower counts as a block, as in the measurements behind the assumed times.
     """
@@ -166,18 +168,21 @@ class RecipeMemory:
     """Estimated bytes of the processes of a run, by purpose."""
 
     trainer: Mapping[str, int]
-    """Bytes of one rank of the trainer."""
+    """Bytes that one rank of the trainer needs, by purpose."""
     ranks: int
     server: Mapping[str, int]
-    """Least bytes of one GPU of a model server, or of the policy that plays; empty if the run starts none."""
+    """Bytes that one GPU of a model server, or of the policy that plays, needs at least, by purpose.
+
+    Empty if the run starts none.
+    """
     servers: int
     """Number of GPUs of model servers, or of policies that play."""
     together: bool
-    """Trainer and server are on the same GPU."""
+    """True if trainer and server are on the same GPU."""
     server_share: float | None
     """Part of a GPU that a vLLM server takes; None for a policy, which takes only what it needs."""
     on_gpu: bool
-    """Memory is on GPUs; otherwise all of it is main memory."""
+    """True if the estimated memory is on GPUs; False if all of it is main memory."""
     served: str = "a server"
 
     def fits(self, capacity: float) -> bool:
@@ -217,7 +222,9 @@ class RecipeMemory:
 
 
 def server_parts(sizes: ModelSizes, gpus: int, sequences: int, context: int) -> dict[str, int]:
-    """Return the bytes of one of the `gpus` of a server by purpose, with the KV cache of some sequences.
+    """Return the bytes that a server needs on each of its `gpus` GPUs, by purpose.
+
+    They include the KV cache of `sequences` sequences.
 
     Args:
         context: number of tokens of each sequence.
@@ -229,7 +236,7 @@ def server_parts(sizes: ModelSizes, gpus: int, sequences: int, context: int) -> 
 
 
 def trainer_parts(estimate: MemoryEstimate) -> dict[str, int]:
-    """Return the bytes of a rank by purpose; their sum is `MemoryEstimate.trainer`."""
+    """Return the bytes that one rank of the trainer needs, by purpose. Their sum is `MemoryEstimate.trainer`."""
     return {
         "weights": estimate.weights,
         "gradients and optimizer": estimate.optimizer,

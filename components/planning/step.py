@@ -27,7 +27,10 @@ TWO = "; docs/benchmarks.md, Two GPUs, and less memory"
 Transfer = Literal["file", "delta", "nccl", "ipc", "adapter"]
 Mfu = Literal["trainer_mfu", "packed_mfu", "compiled_mfu", "kept_mfu"]
 COLLECTIVES = 3
-"""Collectives of a block per micro-batch: gathering weights forward and backward, and scattering gradients."""
+"""Number of collectives for each block in a micro-batch.
+
+The weights are gathered in the forward and in the backward pass, and the gradients are scattered.
+"""
 USABLE = 0.9
 """Usable part of a server's GPU memory; the rest is CUDA's context, NCCL and fragmentation."""
 MAX_SEQUENCES = 256
@@ -104,7 +107,7 @@ class Assumptions(Settings):
     adapter_load: NonNegativeFloat = Field(0.94, description="measured: seconds to load 60 MB of adapters" + SYNC)
 
     def new_tokens(self) -> float:
-        """Return the prompt tokens of an episode, after its first prompt, that are not in a server's cache."""
+        """Return the number of prompt tokens of an episode, after its first prompt, that a server has not cached."""
         return (self.turns - 1) * (self.turn_tokens if self.dialogue else self.prompt_tokens)
 
     def context(self) -> float:
@@ -113,7 +116,10 @@ class Assumptions(Settings):
         return self.prompt_tokens + earlier + self.completion_tokens / 2
 
     def trained_tokens(self, group_size: int, packing: bool) -> float:
-        """Return the tokens that the trainer computes for an episode; with packing a group shares its first prompt."""
+        """Return the number of tokens that the trainer computes for one episode.
+
+        With packing, the episodes of a group share the tokens of their first prompt.
+        """
         first = self.prompt_tokens / group_size if packing else self.prompt_tokens
         return first + self.new_tokens() + self.turns * self.completion_tokens
 
@@ -125,9 +131,9 @@ class StepTime:
     rollouts: Mapping[str, float]
     training: Mapping[str, float]
     others: Mapping[str, float]
-    """Activities during which neither rollouts nor training continue."""
+    """Seconds of activities during which neither rollouts nor training continue, by activity."""
     overlaps: bool
-    """Rollouts and training run at the same time; otherwise one after the other."""
+    """True if rollouts and training run at the same time; False if one runs after the other."""
 
     @property
     def seconds(self) -> float:
@@ -146,16 +152,16 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TrainerCosts:
-    """Seconds of one rank of the trainer, per unit of work."""
+    """Seconds that one rank of the trainer needs for each unit of work."""
 
     token: float
     """Seconds to compute a token."""
     micro_batch: float
-    """Seconds of the host to launch the kernels of a micro-batch."""
+    """Seconds that the host needs to launch the kernels of a micro-batch."""
     gather: float
-    """Seconds to gather weights and scatter gradients of a micro-batch, while computing continues."""
+    """Seconds to gather the weights and scatter the gradients of a micro-batch. Computing continues meanwhile."""
     exposed: float
-    """Seconds of collectives of a micro-batch during which nothing is computed."""
+    """Seconds of a micro-batch's collectives during which nothing is computed."""
     update: float
     """Seconds of an optimizer step."""
 
@@ -201,7 +207,7 @@ def trainer_costs(sizes: ModelSizes, gpu: Gpu, assumed: Assumptions, mfu: Mfu, r
 
 
 def mfu_of(model: ModelSettings, trainer: TrainerSettings) -> Mfu:
-    """Return the name of the assumption with the share of FLOPs (MFU) that such a trainer reaches."""
+    """Return the name of the assumption that says which share of FLOPs (MFU) such a trainer reaches."""
     if not trainer.packing:
         return "trainer_mfu"
     if not trainer.torch_compile:
@@ -212,7 +218,10 @@ def mfu_of(model: ModelSettings, trainer: TrainerSettings) -> Mfu:
 def sync_seconds(
     sizes: ModelSizes, gpu: Gpu, assumed: Assumptions, servers: int, transfer: Transfer
 ) -> tuple[float, float]:
-    """Return the seconds to publish new weights, while servers continue, and to load them, while servers wait."""
+    """Return two times in seconds.
+
+    The first is to publish new weights, while servers continue; the second is to load them, while servers wait.
+    """
     moved, tensors = 2 * sizes.parameters, sizes.tensors * assumed.tensor_seconds
     if transfer == "adapter":
         return assumed.adapter_publish, assumed.adapter_load
@@ -240,7 +249,9 @@ class LanguagePlan:
         self.gpus_per_server, self.fewest_ranks = self._server_size(), self._fewest_ranks()
 
     def best(self, gpus: int) -> tuple[int, int]:
-        """Return the numbers of servers and ranks with the shortest step. On several nodes the trainer has whole nodes.
+        """Return the number of servers and the number of ranks that make a step shortest.
+
+        On several nodes the trainer has whole nodes.
 
         Raises:
             ConfigurationError: a server and the trainer do not fit on so few GPUs.
@@ -277,7 +288,7 @@ class LanguagePlan:
         """Return the seconds of rollouts by activity.
 
         A forward pass of a server reads all weights once for all sequences that it decodes. The flow's event loop works
-        at the same time, and only counts as far as it takes longer.
+        at the same time. Only the seconds by which it takes longer than the servers are counted.
         """
         assumed, gpu = self.assumed, self.gpu
         read = gpu.memory_bandwidth * assumed.memory_share * self.gpus_per_server
@@ -303,7 +314,10 @@ class LanguagePlan:
         return seconds | {"the flow's event loop": max(0.0, flow - sum(seconds.values()))}
 
     def _training(self, ranks: int) -> dict[str, float]:
-        """Return the seconds of training by activity. All rollouts are trained on, in equal parts of at least a row."""
+        """Return the seconds of training by activity.
+
+        All rollouts are trained on. They are divided equally among the ranks, but each rank has at least one.
+        """
         trainer, sharing = self.settings.trainer, self.machine.trainer.context_parallel
         each = self.assumed.trained_tokens(self.settings.rollouts.group_size, trainer.packing)
         tokens = max(1.0, self.rollouts / (ranks // sharing)) * each
@@ -319,16 +333,18 @@ class LanguagePlan:
         return min(most, int(room / (self.sizes.key_value_bytes * self.settings.inference.max_model_len)))
 
     def rank_bytes(self, ranks: int) -> int:
-        """Return the bytes of a rank if the trainer has `ranks` ranks."""
+        """Return the bytes that one rank needs if the trainer has `ranks` ranks."""
         return self.sizes.estimate.over(ranks, self.machine.trainer.context_parallel).trainer
 
     def server_bytes(self) -> int:
-        """Return the bytes of one GPU of a server whose slots are all in use."""
+        """Return the bytes that a server needs on each of its GPUs when all its slots are in use."""
         context = self.settings.inference.max_model_len
         return sum(server_parts(self.sizes, self.gpus_per_server, self.slots(), context).values())
 
     def _server_size(self) -> int:
-        """Return the GPUs of a server: at least as many as in the recipe, with half of their memory free for sequences.
+        """Return the number of GPUs for one server.
+
+        It is at least the number in the recipe, and half of the GPUs' memory is free for sequences.
 
         Raises:
             ConfigurationError: a server does not fit on a node.
@@ -363,7 +379,7 @@ class LanguagePlan:
 
 
 SIZES = (8, 64, 512)
-"""Numbers of GPUs in a plan by default."""
+"""Numbers of GPUs for which a plan is made by default."""
 STEP_HEAD = ("step", "rollouts", "training", "others", "rollouts/s", "GPU s each", "bottleneck")
 
 
@@ -373,7 +389,7 @@ class Plan(NamedTuple):
     assumed: Settings
     title: str
     rows: list[list[str]]
-    """A table: the column names, and a row for each number of GPUs."""
+    """A table. Its first row has the column names, and each further row is the plan for one number of GPUs."""
 
 
 def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mapping[str, Any]) -> Plan:
@@ -403,7 +419,7 @@ def plan_language(recipe: TrainVlm, gpus: Sequence[int], gpu: Gpu, values: Mappi
 
 
 def _episodes(settings: TrainVLMSettings) -> dict[str, Any]:
-    """Return assumptions about the recipe's episodes."""
+    """Return the assumptions about episodes that follow from the recipe, by name."""
     environment, sampling = settings.environment, settings.rollouts.sampling
     kind = ENVIRONMENTS[environment.name]
     most = environment.args.get("max_turns") or getattr(kind, "max_turns", None) or 1
@@ -422,7 +438,7 @@ def plan_title(parameters: int, groups_per_step: int, group_size: int, max_stale
 
 
 def step_cells(step: StepTime, gpus: int, rollouts: int) -> list[str]:
-    """Return the cells of a step below `STEP_HEAD`."""
+    """Return the cells that describe a step in the table of a plan, in the columns `STEP_HEAD`."""
     sides = (sum(side.values()) for side in (step.rollouts, step.training, step.others))
     seconds = [f"{each:,.1f} s" for each in (step.seconds, *sides)]
     name, share = step.bottleneck()

@@ -21,7 +21,7 @@ from armature.components.rollouts.play import Generator
 
 @dataclass(frozen=True)
 class LogprobAgreement:
-    """A comparison of trainer's and server's log-probs of sampled tokens.
+    """A comparison of the trainer's and the server's log-probs of the same sampled tokens.
 
     For each token, d = trainer's log-prob - server's log-prob and r = exp(d).
     """
@@ -110,9 +110,9 @@ def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: fl
 
 
 FIRST_UPDATE = "mismatch_kl/first_update"
-"""Metric with the mismatch KL of a step's first update, before which the step has not changed the policy."""
+"""Name of the metric with the mismatch KL of a step's first update. Until then the step has not changed the policy."""
 OLDEST = "policy_version/min"
-"""Metric with the oldest version of the weights that sampled tokens of a step."""
+"""Name of the metric with the oldest version of the weights that sampled a step's tokens."""
 
 
 def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> MismatchError | None:

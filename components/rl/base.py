@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 
 class TrainingRun(ABC):
-    """The units of `run_loop`, each of which can be repeated: rollouts and batches are artifacts, steps applied once.
+    """The units of work of `run_loop`, each of which can be repeated after a crash.
+
+    Rollouts and batches are stored as artifacts, and a step is applied only once.
 
     The batches are a write-ahead log. A trainer that restarts from its last checkpoint applies the batches since then,
     and a run that is started again finds its rollouts and batches in the store.
@@ -61,7 +63,7 @@ class TrainingRun(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The version of the weights that play now: the step after which they were made."""
+        """Version of the weights that play now, which is the number of the step after which they were made."""
 
     @abstractmethod
     def _play(self, step: int) -> Artifact:
@@ -69,7 +71,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[Any], dict[str, str]]:
-        """Build the batch of `step` from its rollouts; also return the digests of further inputs by name."""
+        """Build the batch of `step` from its rollouts. Also return the digests of its further inputs, by name."""
 
     @abstractmethod
     def _write_samples(self, folder: Path, samples: Sequence[Any]) -> None:
@@ -81,7 +83,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def _give(self, version: int) -> None:
-        """Give the weights after step `version` to the servers or the policy that plays."""
+        """Give the weights after step `version` to the model servers, or to the policy that plays."""
 
     @abstractmethod
     def _refuse_disagreement(self) -> None:
@@ -93,7 +95,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def _numbers(self, step: int) -> dict[str, float]:
-        """Return the metrics of the rollouts of `step` and of the machine, for the step's record."""
+        """Return metrics of the machine and of the rollouts of `step`, for the step's row in the history."""
 
     def resume(self, done: int) -> None:
         """Continue after step `done`, the last one in the trainer's newest checkpoint; 0 for a new run."""
@@ -213,14 +215,17 @@ class TrainingRun(ABC):
         return whole
 
     def complete_history(self, done: int) -> None:
-        """Add applied steps to the history that a crash kept out of it; the trainer still has their metrics."""
+        """Add rows of applied steps that the history lacks because of a crash. The trainer still has their metrics."""
         recorded = {row["step"] for row in self.history.read()}
         for step in sorted(set(range(1, done + 1)) - recorded):
             batch = self.batch(step, self._made(self.ROLLOUTS, step))
             self.record(step, self._of_trainer(done, partial(self._apply, step, batch)))
 
     def finish(self, folder: Path, last: int) -> None:
-        """Write the final weights to `folder`: of the best evaluation, or without evaluations those after `last`."""
+        """Write the final weights to `folder`.
+
+        They are the weights of the best evaluation, or without evaluations the weights after step `last`.
+        """
         if self.evaluations is None:
             self._publish(folder, last)
         else:
@@ -229,7 +234,7 @@ class TrainingRun(ABC):
         self.trainer.settle()
 
     def lineage(self, last: int) -> list[dict[str, Any]]:
-        """Return for each step the digests of its artifacts: rollouts, batch, a batch that was skipped, evaluation.
+        """Return one entry per step with the digests of its artifacts: rollouts, batch, skipped batch, and evaluation.
 
         Step 0 has only an evaluation.
         """
@@ -254,7 +259,10 @@ class TrainingRun(ABC):
         self._of_trainer(step, lambda: self.trainer.publish(folder, step))
 
     def _of_trainer(self, done: int, ask: Callable[[], T]) -> T:
-        """Call `ask`, which needs a trainer with the weights after step `done`; see `with_restarts`."""
+        """Return the result of `ask`, a function that needs the trainer with the weights after step `done`.
+
+        If the trainer dies, it is restarted and `ask` is called again; see `with_restarts`.
+        """
 
         def replay(step: int) -> None:
             self._apply(step, self._made(self.BATCHES, step))

@@ -27,12 +27,15 @@ from armature.components.rollouts.settings import BatchSettings, GroupMean, Roll
 from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
-"""Episodes per task by default, if rollouts_per_step is a multiple of it."""
+"""Default number of episodes per task.
+
+If rollouts_per_step is not a multiple of it, the greatest common divisor of the two is used.
+"""
 WITHOUT_USE = {
     "vllm_server_group_port": "the server reloads weights from a folder, so there is no port for them",
     "report_to": "only flows report to MLflow: armature run train-vlm/...; history.jsonl is always written",
 }
-"""Options of similar trainers that this one does not need, and why."""
+"""Options of similar trainers that would have no effect here, each with the reason."""
 
 
 class _RolloutSettings(RolloutSettings):
@@ -184,12 +187,12 @@ class MultimodalRLConfig(BaseModel):
 
     @property
     def group_size(self) -> int:
-        """Episodes per task."""
+        """Number of episodes per task."""
         return self.rollouts_per_example or gcd(self.rollouts_per_step, DEFAULT_GROUP)
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """Folder with the files of the run."""
         return self.output_dir / self.run_name if self.run_name else self.output_dir
 
     @property

@@ -53,14 +53,17 @@ class Evaluations(ABC):
     """
 
     KIND: ClassVar[str]
-    """Kind of the artifacts."""
+    """Kind of the artifacts that the evaluations write."""
     STAGE: ClassVar[str]
     HISTORY_KEYS: ClassVar[Mapping[str, str]]
-    """Names of metrics in a run's history, and their names in the metrics of an evaluation."""
+    """Names of metrics in a run's history, mapped to the names of these metrics in an evaluation."""
     RATE: ClassVar[str]
-    """The metric with the share of successes; RATE_low and RATE_high are its confidence interval."""
+    """Name of the metric with the share of successes. RATE_low and RATE_high bound its confidence interval."""
     SUMMARY: ClassVar[tuple[str, ...]]
-    """Further metrics of the best evaluation in a run's summary. The last one is the number of trials behind RATE."""
+    """Names of further metrics of the best evaluation that a run's summary contains.
+
+    The last one is the number of trials from which RATE was computed.
+    """
 
     def __init__(self, plan: EvaluationSchedule, context: StageContext, store: ArtifactStore, last: int) -> None:
         self._plan, self._context, self._store, self._last = plan, context, store, last
@@ -95,7 +98,7 @@ class Evaluations(ABC):
 
     @classmethod
     def figures(cls, summary: Mapping[str, float]) -> dict[str, str]:
-        """Return captions and values for a report of `summary`; empty if it is empty."""
+        """Return figures for a report of `summary`, as captions mapped to values; empty if `summary` is empty."""
         if not summary:
             return {}
         interval = Interval(*(summary[f"best/{name}"] for name in (cls.RATE, "low", "high", cls.SUMMARY[-1])))
@@ -190,7 +193,7 @@ class Evaluations(ABC):
 
 
 def best_step(measures: Mapping[int, Measure]) -> int:
-    """Return the step with the best measure; of equal ones the first.
+    """Return the step with the best measure. If several measures are equal, return the first of their steps.
 
     Example:
         >>> best_step({0: (0.5,), 10: (0.75,), 20: (0.75,)})
@@ -237,7 +240,7 @@ class HeldoutSet:
     environment: Environment
     """An instance that only evaluations use, so they cannot disturb training."""
     digests: Mapping[str, str]
-    """Digests of the artifacts that the tasks come from, by name, for manifests."""
+    """Digests, by name, of the artifacts from which the tasks come. Manifests of evaluations list them."""
 
 
 class HeldoutEvaluations(Evaluations):
@@ -318,5 +321,5 @@ class HeldoutEvaluations(Evaluations):
         self._write(step, split_metrics(results), fill, rows=rows, drops=outputs.drops, inputs=self.heldout.digests)
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
-        """The accuracy, then the mean reward, which tells apart what solves equally many tasks."""
+        """Return the accuracy and the mean reward. The reward decides between weights that solve equally many tasks."""
         return metrics["accuracy"], metrics["reward"]

@@ -20,7 +20,7 @@ SHOWN = {
     "acc": "heldout/accuracy",
     "success": "heldout/success",
 }
-"""Metrics that the progress bar shows, by their short names there."""
+"""Metrics that the progress bar shows: their short names there, mapped to their names in the history."""
 
 
 class StepUnits(Protocol):
@@ -68,10 +68,10 @@ class StepUnits(Protocol):
         """Add the metrics of `step` to the history.
 
         Args:
-            metrics: of the trainer and the loop.
+            metrics: what the trainer and the loop measured in this step.
 
         Returns:
-            The complete row: `metrics`, and what rollouts, batch and evaluation of the step add to them.
+            The complete row: `metrics`, and further metrics of the step's rollouts, batch and evaluation.
         """
         ...
 
@@ -85,7 +85,7 @@ class LoopPlan:
     save_every: int = 1
     """Steps between checkpoints."""
     max_staleness: int = 0
-    """Number of versions by which the weights that sample rollouts may be older than on-policy ones."""
+    """Number of versions by which the weights that sample rollouts may be older than in on-policy training."""
     in_flight_updates: bool = False
     """Give servers new weights while rollouts are being played."""
     sync_every: int = 1
@@ -165,7 +165,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
 
 
 class _Clock:
-    """Measures the seconds between laps, summed by name."""
+    """A stopwatch. `lap` adds the seconds since the previous lap to the sum with the given name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}

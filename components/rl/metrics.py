@@ -16,7 +16,7 @@ from armature.components.rollouts.batches.advantages import turn_advantages
 from armature.components.rollouts.settings import BatchSettings
 
 Thread = tuple[int, int]
-"""PID and thread id."""
+"""A thread, as the PID of its process and its thread id."""
 
 
 class CpuTimes:
@@ -42,7 +42,7 @@ class CpuTimes:
 
 
 def _thread_times() -> Mapping[Thread, tuple[int, int]]:
-    """Return for each thread the nanoseconds that it ran, and that it waited for a CPU."""
+    """Return two times in nanoseconds for each thread: how long it ran, and how long it waited for a CPU."""
     times: dict[Thread, tuple[int, int]] = {}
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:

@@ -52,7 +52,7 @@ def open_run(
     store: ArtifactStore,
     load_on_join: bool = True,
 ) -> Iterator[tuple[RLRun, int]]:
-    """Open a run: yield it with its servers and its trainer running, and the last step that the trainer has saved.
+    """Start the servers and the trainer of a run. Yield the run, and the last step that the trainer has saved.
 
     Args:
         load_on_join: give the run's weights to joined servers, which somebody else started.
@@ -107,8 +107,8 @@ def open_run(
 def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
     """Return the folder of the weights from which trainer and servers start.
 
-    For a model in 4 bits it has the rounded weights in full precision and is written once, so that servers compute with
-    the same numbers. The trainer quantizes them again, which changes nothing.
+    For a model in 4 bits, the folder has the rounded weights in full precision, so that servers compute with the same
+    numbers. It is written once. The trainer quantizes them again, which changes nothing.
     """
     if model.quantization is None:
         return weights
@@ -251,7 +251,11 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
 
 
 def available_memory(processes: TrainerProcesses) -> tuple[int, str]:
-    """Return the free bytes on the trainer's first GPU, or each rank's part of free main memory, and a name for it."""
+    """Return the number of bytes that are free for a rank, and a name for the GPU or machine.
+
+    On GPUs they are the free bytes of the trainer's first GPU. On a CPU they are each rank's part of the main memory
+    that is free.
+    """
     if processes.gpus:
         return torch.cuda.mem_get_info(processes.gpus[0])[0], f"GPU {processes.gpus[0]}"
     where = "this machine" + (f" for each of {processes.processes} ranks" if processes.processes > 1 else "")

@@ -23,12 +23,15 @@ TASKS = {
     "tasks/always_wrong": "never did: the rollouts of a group earned the same, less than the largest reward",
     "tasks/right_or_wrong": "never did: in some groups all earned the largest reward, in others all earned less",
 }
-"""Counts of tasks by the rewards of their rollouts, and their captions."""
+"""Names of the counts of tasks that `difficulty_counts` makes, mapped to their captions on the report page."""
 
 
 @dataclass(frozen=True)
 class ShownStep:
-    """A step on the report page: the folders of its rollouts and its batch, and the file of its log-ratios."""
+    """A step that the report page shows.
+
+    It has the folders of the step's rollouts and of its batch, and the file with its log-ratios.
+    """
 
     step: int
     rollouts: Path

@@ -58,16 +58,16 @@ class RunParts:
 
     environment: Environment
     tasks: Sequence[Task]
-    """Training tasks, from which each step's are chosen."""
+    """Training tasks. The tasks of each step are chosen from them."""
     adapter: SampleSource
     """Turns rollouts into training samples."""
     tokenizer: Any
-    """The policy's tokenizer, a fast one of transformers."""
+    """The policy's tokenizer, which is a fast tokenizer of transformers."""
     vocabulary: Vocabulary
     servers: ServerPool
     trainer: TrainerClient
     digests: Mapping[str, str]
-    """Digests of the artifacts that are played, by name, for the manifests of rollouts."""
+    """Digests, by name, of the artifacts that are played. The manifests of rollouts list them."""
     sync_every: int = 1
     """Steps between new weights for the servers; 0: never."""
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
@@ -202,7 +202,7 @@ class RLRun(TrainingRun):
         return agreement
 
     def shown(self, step: int) -> ShownStep:
-        """Return the files of a step that was made, for the report page."""
+        """Return the files of a finished step that the report page shows."""
         rollouts, batch = (self._made(kind, step).path for kind in (self.ROLLOUTS, self.BATCHES))
         return ShownStep(step, rollouts, batch, ratios_file(self.context.workspace, step))
 
@@ -215,7 +215,7 @@ class RLRun(TrainingRun):
         return played_groups(step, self._made(self.ROLLOUTS, step).path)
 
     def _chosen(self, step: int) -> list[list[Task]]:
-        """Return the tasks of each round of `step`."""
+        """Return the tasks of `step` as one list for each round of rollouts."""
         plan = self.settings.rollouts
         if plan.repeat_no_signal < 1:
             return self._sampler.tasks_of_step(step, self._groups)

@@ -121,7 +121,10 @@ class MultimodalGRPOTrainer:
         )
 
     def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any, Path]:
-        """Return the model, loaded if `model` is a folder, its processor or tokenizer, and a folder that has both."""
+        """Return the model, its processor or tokenizer, and a folder that has both.
+
+        If `model` is a folder, the model is loaded from it.
+        """
         if not isinstance(model, str | Path):
             network: Any = model
             if self.config.gradient_checkpointing:
@@ -238,7 +241,10 @@ class MultimodalGRPOTrainer:
         return read_rollouts(self.store.home("rollouts", f"{self._key}-{step:05d}"))
 
     def _rewarded(self, outputs: GenerateOutputs) -> GenerateOutputs:
-        """Return the rollouts with the reward part that is trained on, in the groups whose rewards are compared."""
+        """Return the rollouts with the rewards and groups that training uses.
+
+        The reward is the part that is trained on. A group has the episodes whose rewards are compared.
+        """
         return replace(outputs, trajectories=tuple(self._of_part(one) for one in outputs.trajectories))
 
     def _of_part(self, trajectory: Trajectory) -> Trajectory:
