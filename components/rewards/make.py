@@ -20,6 +20,7 @@ from armature.components.machine.project import VARIABLE as PROJECT
 from armature.components.machine.workers.channel import IdleWorkerLost, WorkerError
 from armature.components.machine.workers.worker import Worker, make_worker
 from armature.components.rewards import REWARDS
+from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.reward import (
     IsolatedSettings,
     NamedReward,
@@ -246,13 +247,16 @@ class Rewards:
             raise RolloutFailed(failed.reason, f"{name}: {failed.detail}") from failed
 
 
-def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes: int = 1) -> Rewards:
+def make_rewards(
+    settings: Sequence[RewardSettings], *, folder: Path, processes: int = 1, callables: Sequence[CallableReward] = ()
+) -> Rewards:
     """Make the rewards of a recipe. Paths and modules in `settings` are relative to `folder`, the recipe's folder.
 
-    A reward that runs in a process starts one process now, and uses up to `processes` of them.
+    A reward that runs in a process starts one process now, and uses up to `processes` of them. The rewards in
+    `callables` are used as they are.
 
     Raises:
-        ConfigurationError: `settings` is empty, two rewards have the same label, or a reward cannot be made.
+        ConfigurationError: there is no reward, two rewards have the same label, or a reward cannot be made.
 
     Example:
         >>> rewards = make_rewards([RewardSettings(name="exact_match", label="right")], folder=Path())
@@ -260,11 +264,11 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
         {'right': 1.0}
         >>> rewards.close()
     """
-    if not settings:
+    if not settings and not callables:
         raise ConfigurationError(
             "no reward is named", code="reward_missing", remedy='write [[rewards]] with name = "exact_match"'
         )
-    (part, count), *_ = Counter(each.part for each in settings).most_common()
+    (part, count), *_ = Counter([*(each.part for each in settings), *(each.part for each in callables)]).most_common()
     if count > 1:
         raise ConfigurationError(
             f"{count} rewards are called {part!r}", code="duplicate_reward", remedy="give each a label of its own"
@@ -287,7 +291,7 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
         for reward in rewards.values():
             reward.close()
         raise
-    return Rewards(rewards)
+    return Rewards({**rewards, **{each.part: each for each in callables}})
 
 
 def reward_sources(settings: Sequence[RewardSettings]) -> dict[str, str]:

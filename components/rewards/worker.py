@@ -60,7 +60,7 @@ class RewardHandler:
         time gets 0."""
         try:
             with cpu_limit(self._cpu_seconds):
-                return _finite(self._reward.grade(RewardInput(completion, answer, row)))
+                return finite_reward(self._reward.grade(RewardInput(completion, answer, row)))
         except CpuTimeSpent:
             signal.setitimer(signal.ITIMER_PROF, 0)
             return 0.0
@@ -96,7 +96,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _finite(value: object) -> float:
+def finite_reward(value: object) -> float:
     """Return the value as a finite float. NumPy numbers and bools count as numbers; a text with a number does not.
 
     Raises:

@@ -45,6 +45,8 @@ class TrainingRun(ABC):
     STAGE: ClassVar[str]
     skipped: frozenset[int] = frozenset()
     """Steps whose batches are replaced by empty ones, as `machine.skip_batches` asks."""
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
+    """A function that is called after each step; True ends the training."""
 
     def __init__(
         self,

@@ -64,6 +64,10 @@ class StepUnits(Protocol):
         """Evaluate the weights after `step`; True ends the training."""
         ...
 
+    def stopped(self) -> bool:
+        """Tell whether somebody asked to end the training after the current step."""
+        ...
+
     def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Add the metrics of `step` to the history.
 
@@ -108,7 +112,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
     An evaluation plays with the weights after its step. Nothing else plays meanwhile, unless updates are in flight.
 
     Returns:
-        The last step that was made, which is before `plan.last` if an evaluation ended the training.
+        The last step that was made, which is before `plan.last` if an evaluation or `stopped` ended the training.
     """
     pending: deque[Future[Artifact]] = deque()
     begun, staleness, last = first - 1, plan.max_staleness, plan.last
@@ -153,12 +157,13 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
         metrics = merged(trainer=metrics, loop=clock.laps | {"timing/step": sum(clock.laps.values())})
         metrics = steps.record(step, metrics)
         events.metrics(metrics, step)
+        ends |= steps.stopped()
         # Keep showing the results of the last evaluation until the next one.
         evaluated = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}
         postfix = evaluated | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
         events.progress("Training", step, last, **postfix)
         if ends:
-            for future in pending:  # rollouts of steps that are not made because an evaluation ended the training
+            for future in pending:  # rollouts of steps that are not made because the training ended early
                 future.result()
             return step
     return first - 1

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 from tqdm import tqdm
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.configuration.stages import TerminalEvents, ThreadUnits
+from armature.components.configuration.stages import ThreadUnits
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.machine import MachineServers, Scalar, available_cpus
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import environment_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.command import placeholder_token_ids, vocabulary
+from armature.components.inference.command import longest_sequence, placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from armature.components.machine.resources import gpu_count
 from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
 from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
+from armature.components.rl.callbacks import TrainerEvents, TrainingResult
 from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.data import ProgramData, WrittenData
 from armature.components.rl.evaluations import HeldoutSet
 from armature.components.rl.in_process import InProcessTrainer, UserAdapter
 from armature.components.rl.open import open_parts
@@ -42,8 +51,27 @@ from armature.components.vlm.worker import Loader
 JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
 """Settings of a server that somebody else started, of which nothing is known: limits as wide as possible, and the least
 precise dtype."""
+LONGEST_SERVED = 8192
+"""Longest prompt and completion together, in tokens, that a server started by the trainer takes."""
+SERVED_IMAGES = 16
+"""Largest number of images in a prompt of such a server, if the tasks come from an environment."""
+SHARED_GPU = 0.4
+"""Part of a GPU's memory for a server that shares it with the trainer."""
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
 """Trainer settings that may change when a run resumes, because rollouts do not depend on them."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The parts that a trainer needs from its model: what `MultimodalGRPOTrainer` makes when it is first used."""
+
+    model: Any
+    tokenizer: Any
+    weights: Path
+    adapter: MultimodalAdapter
+    samples: FamilyAdapter | UserAdapter
+    forbidden: tuple[int, ...]
+    trainer: InProcessTrainer
 
 
 class MultimodalGRPOTrainer:
@@ -51,18 +79,40 @@ class MultimodalGRPOTrainer:
 
     It runs the same loop as the flow `train-vlm`. Trainer and server must agree on log-probs before the first step.
     Rollouts and batches are stored in `config.folder`, so a run that was stopped resumes from its newest checkpoint
-    with the rollouts and batches since then. With `config.eval_steps` it plays held-out tasks between steps.
+    with the rollouts and batches since then. With evaluations it plays held-out tasks between steps.
 
-    Dropout is turned off, whatever the model's configuration says, and trained weights are kept in fp32.
+    The tasks come from `train_dataset`, or from an environment (`set_environment`). Rows have a column `prompt`, a text
+    or a list of messages, and may have images in `image` or `images`. The column `answer`, `solution` or `label` holds
+    the right answer. All columns except images are passed to the rewards.
+
+    Dropout is turned off, whatever the model's configuration says, and trained weights are kept in fp32. One GPU
+    trains; without a GPU the CPU does. The constructor loads, writes and prints nothing.
 
     Args:
-        model: a transformers model, with or without PEFT adapters, or a folder to load one from.
+        model: a transformers model, with or without PEFT adapters, a folder to load one from, or a name on the hub.
         tokenizer: the model's processor or tokenizer; by default the processor in the model's folder.
         adapter: turns rollouts into batches; by default the adapter of the model's family, which needs a processor.
-        config: all other options.
+        config: all other options. With a dataset `max_steps` is by default one pass over its rows, and with held-out
+            rows `eval_steps` is by default `max_steps`: one evaluation before the first step and one after the last.
+        reward_funcs: a function, the name of a reward (`exact_match`, or MODULE:FUNCTION), or a list of both. The
+            reward of a completion is their weighted sum. `CallableReward` describes functions.
+        reward_weights: factors of the rewards; by default 1 for each.
+        train_dataset: rows to train on; `write_rows` lists what they may be.
+        eval_dataset: rows to evaluate with.
+        eval_fraction: share of the rows in `train_dataset` to evaluate with and not to train on, in place of
+            `eval_dataset`.
+        prompt: template of the prompt for rows without one: "How many? {question}" has the value of a column.
+        server: "auto" starts a vLLM server and ends it with the training: with one GPU it shares it with the trainer,
+            with several it gets all but the first. A URL joins a running server. By default "auto" with a
+            `train_dataset`, and otherwise the server that `config` names.
+        callbacks: objects with methods of transformers' `TrainerCallback`: `on_train_begin`, `on_step_end`, `on_log`,
+            `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after the step.
 
     Raises:
-        ConfigurationError: `config` is missing, or there is no adapter for the model.
+        ConfigurationError: both `config` and `train_dataset` are missing, or rewards and data do not fit.
+
+    Example:
+        result = MultimodalGRPOTrainer(model, reward_funcs="exact_match", train_dataset=rows, eval_fraction=0.1).train()
     """
 
     def __init__(
@@ -71,54 +121,90 @@ class MultimodalGRPOTrainer:
         tokenizer: Any = None,
         adapter: MultimodalAdapter | None = None,
         config: MultimodalRLConfig | None = None,
+        *,
+        reward_funcs: Any = (),
+        reward_weights: Sequence[float] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        eval_fraction: float = 0.0,
+        prompt: str = "",
+        server: str | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
+        self._data: ProgramData | None = None
+        if train_dataset is not None:
+            rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+            weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
+            self._data = ProgramData(train_dataset, eval_dataset, eval_fraction, rewards, weights, prompt)
+            config = config or MultimodalRLConfig()
+        elif reward_funcs or eval_dataset is not None:
+            raise ConfigurationError(
+                "rewards and held-out rows need a dataset; an environment brings its own",
+                code="dataset_missing",
+                where="MultimodalGRPOTrainer",
+                remedy="pass train_dataset, or leave out reward_funcs and eval_dataset",
+            )
         if config is None:
             raise ConfigurationError(
                 "MultimodalGRPOTrainer needs a config",
                 code="config_missing",
                 remedy="pass config=MultimodalRLConfig(...)",
             )
-        torch.manual_seed(config.seed)
+        if config.packing and not isinstance(adapter, FamilyAdapter | None):
+            raise ConfigurationError(
+                f"{type(adapter).__name__} builds complete batches, whose rows cannot be packed",
+                code="batches_not_packable",
+                where="MultimodalRLConfig.packing",
+                remedy="omit packing, or omit the adapter if the model's family has one",
+            )
         self.config, self.machine, self.served = config, config.machine, JOINED
+        self._server = server or ("auto" if self._data else "")
+        if self._server not in ("", "auto"):
+            servers = MachineServers(endpoints=(self._server,))
+            self.machine = self.machine.model_copy(update={"servers": servers})
+        self._arguments = model, tokenizer, adapter
+        self._callbacks = tuple(callbacks)
         self.store = ArtifactStore(config.folder / "store")
         self.images = ImageStore(self.store.images)
         self.environment: Environment | None = None
         self._examined: Environment | None = None
-        network, self.tokenizer, self._weights = self._loaded(model, tokenizer)
-        tqdm.write("Initializing MultimodalGRPOTrainer")
-        self.adapter = adapter or get_adapter(self._weights, self.tokenizer, self.images.open)
+        self._digests: dict[str, str] = {}
         self._key = ""
-        if isinstance(self.adapter, FamilyAdapter):
-            self.adapter.images = self.adapter.images or self.images.open
-            self.forbidden = tuple(sorted(self.adapter.collator.forbidden_token_ids))
-            self._samples: FamilyAdapter | UserAdapter = self.adapter
-            load: Loader = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
+
+    @cached_property
+    def _opened(self) -> _Opened:
+        """The parts of the training, made when they are first used. The learner needs the number of steps."""
+        _ = self._rows
+        config, (model, tokenizer, adapter) = self.config, self._arguments
+        torch.manual_seed(config.seed)
+        network, tokenizer, weights = self._loaded(model, tokenizer)
+        tqdm.write("Initializing MultimodalGRPOTrainer")
+        adapter = adapter or get_adapter(weights, tokenizer, self.images.open)
+        if isinstance(adapter, FamilyAdapter):
+            adapter.images = adapter.images or self.images.open
+            forbidden = tuple(sorted(adapter.collator.forbidden_token_ids))
+            samples: FamilyAdapter | UserAdapter = adapter
+            load: Loader = MicroBatchLoader(adapter.collator, self.images, workers=0)
         else:
-            if config.packing:
-                raise ConfigurationError(
-                    f"{type(self.adapter).__name__} builds complete batches, whose rows cannot be packed",
-                    code="batches_not_packable",
-                    where="MultimodalRLConfig.packing",
-                    remedy="omit packing, or omit the adapter if the model's family has one",
-                )
-            self.forbidden = placeholder_token_ids(self._weights)
-            self._samples = load = UserAdapter(self.adapter, config.micro_batch_size, self._rollouts)
+            forbidden = placeholder_token_ids(weights)
+            samples = load = UserAdapter(adapter, config.micro_batch_size, self._rollouts)
         policy = TrainerPolicySettings(
-            model_path=self._weights,
-            model=self._model_settings(self._weights),
+            model_path=weights,
+            model=self._model_settings(weights),
             trainer=config.settings().trainer,
             temperature=config.temperature,
             images=self.images.root,
         )
-        self._trainer = InProcessTrainer(
+        trainer = InProcessTrainer(
             network,
-            self.tokenizer,
+            tokenizer,
             policy,
-            forbidden_token_ids=self.forbidden,
+            forbidden_token_ids=forbidden,
             load=load,
             machine=self.machine,
             folder=config.folder,
         )
+        return _Opened(network, tokenizer, weights, adapter, samples, forbidden, trainer)
 
     def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any, Path]:
         """Return the model, its processor or tokenizer, and a folder that has both.
@@ -141,7 +227,17 @@ class MultimodalGRPOTrainer:
     @property
     def model(self) -> Any:
         """The model that is trained."""
-        return self._trainer.learner.model
+        return self._opened.trainer.learner.model
+
+    @property
+    def adapter(self) -> MultimodalAdapter:
+        """The adapter that turns rollouts into batches."""
+        return self._opened.adapter
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images, which trainer and server leave out of their softmax."""
+        return self._opened.forbidden
 
     def set_environment(self, environment: str | Environment, **args: Any) -> None:
         """Set the environment to train on.
@@ -166,42 +262,40 @@ class MultimodalGRPOTrainer:
         self.environment, self._examined = make_environment(settings), make_environment(settings.for_evaluation())
         self._played = settings.model_dump(mode="json") | environment_sources(settings)
 
-    def train(self) -> dict[str, float]:
+    def train(self) -> TrainingResult:
         """Train until step `max_steps`, from the newest checkpoint if there is one, and return the last step's metrics.
 
         Raises:
-            ConfigurationError: no environment is set.
+            ConfigurationError: no environment is set, or rows and rewards do not fit.
+            DataError: rows cannot be used.
             MismatchError: trainer and server do not agree on log-probs.
             ServerError: the server does not answer, or does not accept new weights.
         """
-        config, settings = self.config, self.config.settings()
-        if self.environment is None:
-            if not config.env_id:
-                raise ConfigurationError(
-                    "no environment is set", code="environment_missing", remedy="call set_environment, or set env_id"
-                )
-            self.set_environment(config.env_id, **config.env_args)
-        assert self.environment is not None
+        self._set_tasks()
+        config, settings, opened = self.config, self.config.settings(), self._opened
         made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
         played = [made_from, self._played, config.primary_reward_key]
         if (heldout := config.heldout_set()) is not None:
             played.append(heldout.model_dump(mode="json", exclude={"patience"}))
         self._key = document_digest(played)[:20]
+        if self._server == "auto":
+            self._start_server(opened.weights)
+        assert self.environment is not None
         assert self._examined is not None
         with (
             closing(self.environment) as environment,
             closing(self._examined) as examined,
-            closing(_StepLines(config.log_every_steps)) as events,
+            closing(TrainerEvents(config, self._callbacks)) as events,
         ):
             parts = RunParts(
                 environment=environment,
                 tasks=list(environment.tasks("train")),
-                adapter=self._samples,
-                tokenizer=getattr(self.tokenizer, "tokenizer", self.tokenizer),
-                vocabulary=vocabulary(self._weights),
-                servers=self._pool(self._weights),
-                trainer=self._trainer,
-                digests={},
+                adapter=opened.samples,
+                tokenizer=getattr(opened.tokenizer, "tokenizer", opened.tokenizer),
+                vocabulary=vocabulary(opened.weights),
+                servers=self._pool(opened.weights),
+                trainer=opened.trainer,
+                digests=self._digests,
                 sync_every=config.sync_to_vllm_every,
                 rewarded=self._rewarded,
                 heldout=self._heldout_set(examined),
@@ -212,12 +306,97 @@ class MultimodalGRPOTrainer:
                 open_parts(settings, context, self.store, parts) as (run, done),
             ):
                 tqdm.write("Server is up!\nStarting training...")
-                run.finish(config.folder / "final", run.train_from(done))
-                return run.history.read()[-1]
+                events.begin(done)
+                run.stopped = events.stopped
+                run.finish(self.final, run.train_from(done))
+                best = run.evaluations.summary() if run.evaluations is not None else {}
+                result = TrainingResult(self.final, best, run.history.read())
+                events.end(result)
+                return result
+
+    @property
+    def final(self) -> Path:
+        """The folder of the trained model."""
+        return self.config.folder / "final"
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Copy the trained model to `folder`, which `from_pretrained` of transformers loads, and return its path.
+
+        Raises:
+            ConfigurationError: there is no trained model yet.
+        """
+        if not self.final.is_dir():
+            raise ConfigurationError(
+                "there is no trained model yet", code="not_trained", where=str(self.final), remedy="call train first"
+            )
+        return Path(shutil.copytree(self.final, folder, dirs_exist_ok=True))
+
+    def push_to_hub(self, repo_id: str, public: bool = False) -> str:
+        """Upload the trained model to a repository of the hub, made if it is missing, and return the commit's address.
+
+        Raises:
+            ConfigurationError: there is no trained model yet.
+            huggingface_hub.errors.HfHubHTTPError: there is no token with the right to write, or the hub refuses.
+        """
+        with TemporaryDirectory() as folder:
+            self.save_model(folder)
+            api = HfApi()
+            api.create_repo(repo_id, private=not public, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url)
+
+    def _set_tasks(self) -> None:
+        """Set the environment from the dataset or the config, if `set_environment` was not called.
+
+        Raises:
+            ConfigurationError: no environment is named.
+        """
+        config = self.config
+        if (rows := self._rows) is not None:
+            config = self.config
+            count = config.eval_tasks, max(1, available_cpus() // 2)
+            self.environment = rows.environment(config.seed, *count)
+            self._examined = rows.environment(config.seed, *count)
+            self._digests = rows.sources
+            self._played = rows.settings.model_dump(mode="json", exclude={"source"}) | self._digests
+            return
+        if self.environment is None:
+            if not config.env_id:
+                raise ConfigurationError(
+                    "no environment is set", code="environment_missing", remedy="call set_environment, or set env_id"
+                )
+            self.set_environment(config.env_id, **config.env_args)
+
+    @cached_property
+    def _rows(self) -> WrittenData | None:
+        """The dataset's rows, written to the run's folder. Their number determines defaults of `config`."""
+        if (data := self._data) is None:
+            return None
+        config, by_user = self.config, self.config.model_fields_set
+        groups = config.rollouts_per_step // config.group_size
+        rows = data.write(config.folder / "data", config.max_steps * groups if "max_steps" in by_user else None)
+        steps = config.max_steps if "max_steps" in by_user else max(1, -(-rows.train.count // groups))
+        update = {"max_steps": steps}
+        if data.has_heldout_rows and "eval_steps" not in by_user:
+            update["eval_steps"] = steps
+        self.config = config.model_copy(update=update)
+        return rows
+
+    def _start_server(self, weights: Path) -> None:
+        """Let the pool start servers: on GPUs all but the trainer's, or beside the trainer if there is only one."""
+        gpus = gpu_count()
+        serving = tuple((number,) for number in range(1, gpus)) or ((0,),) * gpus
+        shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus == 1 else {}
+        servers = MachineServers(gpus=serving, arguments=shared)
+        self.machine = self.machine.model_copy(update={"servers": servers})
+        self.served = ServerSettings(
+            max_model_len=min(LONGEST_SERVED, longest_sequence(weights)),
+            max_images_per_prompt=rows.most_images if (rows := self._rows) else SERVED_IMAGES,
+            dtype="bfloat16" if gpus else "float32",
+        )
 
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"
-        return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self.forbidden)
+        return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self._opened.forbidden)
 
     def _heldout_set(self, environment: Environment) -> HeldoutSet | None:
         """Return the tasks and settings of evaluations; None without evaluations.
@@ -262,16 +441,3 @@ class MultimodalGRPOTrainer:
             )
         turns = tuple(replace(turn, reward=turn.reward_parts.get(key, 0.0)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns)
-
-
-class _StepLines(TerminalEvents):
-    """Prints a line of metrics for every `every`-th step, in addition to progress bars."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self._every = every
-
-    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
-        super().progress(name, done, total, **postfix)
-        if name == "Training" and postfix and (done % self._every == 0 or done in (1, total)):
-            self.message(f"Step {done}/{total}: " + ", ".join(f"{key}={value:.4g}" for key, value in postfix.items()))

@@ -25,9 +25,10 @@ class RecordingSteps:
         train_s: float = 0.03,
         evaluated: tuple[int, ...] = (),
         ends_at: int | None = None,
+        stops_after: int | None = None,
     ) -> None:
         self.version, self.fail_at = 0, fail_at
-        self.evaluated, self.ends_at = evaluated, ends_at
+        self.evaluated, self.ends_at, self.stops_after = evaluated, ends_at, stops_after
         self.evaluated_with: dict[int, int] = {}
         self.rollouts_s, self.train_s = rollouts_s, train_s
         self.notes: list[str] = []
@@ -81,6 +82,9 @@ class RecordingSteps:
         time.sleep(0.02)
         self._note(f"evaluation {step} end")
         return step == self.ends_at
+
+    def stopped(self) -> bool:
+        return max(self.recorded) == self.stops_after
 
     def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         self.recorded[step] = metrics
@@ -192,6 +196,13 @@ def test_evaluation_can_end_training(staleness):
     steps = RecordingSteps(evaluated=(2, 4), ends_at=4)
     assert run(steps, staleness) == 4
     assert sorted(steps.recorded) == [1, 2, 3, 4] and max(steps.sampled_with) == 4 + staleness
+
+
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (1, True)])
+def test_stop_request_ends_training_after_the_step(staleness, in_flight):
+    steps = RecordingSteps(stops_after=2, rollouts_s=0.02)
+    assert run(steps, staleness, in_flight=in_flight) == 2
+    assert sorted(steps.recorded) == [1, 2] and steps.sampled_with.keys() == steps.sampled_until.keys()
 
 
 def test_loop_starts_at_first_step():

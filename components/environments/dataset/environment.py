@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from armature.components.environments.dataset.shards import COPY, Row
 from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
 from armature.components.machine.hub import commit_of
 from armature.components.machine.project import project_folder
+from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.make import Rewards, make_rewards, reward_sources
 from armature.components.rewards.reward import RewardInput
 
@@ -51,14 +52,18 @@ class DatasetEnvironment:
         heldout_tasks: int | None,
         seed: int,
         processes: int,
+        callables: Sequence[CallableReward] = (),
     ) -> None:
+        """Open the table and make the rewards: those that the settings name, and `callables`."""
         self.settings = settings
         self._counts: dict[Split, int | None] = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self._table = open_table(settings)
         self._shards = self._table.shards  # open them now: it may take longer than an episode's time limit allows
         self._bad = BadRows(f"source {settings.source!r}", settings.on_bad_row)
-        self._rewards: Rewards = make_rewards(settings.rewards, folder=project_folder(), processes=processes)
+        self._rewards: Rewards = make_rewards(
+            settings.rewards, folder=project_folder(), processes=processes, callables=callables
+        )
         self.reward_weights: Mapping[str, float] = self._rewards.weights
 
     @staticmethod

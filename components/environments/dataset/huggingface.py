@@ -112,13 +112,13 @@ def _shards(load: Callable[[], Any], where: str, remedy: str) -> list[Shard]:
             remedy=remedy,
         ) from error
     splits: Mapping[str, Any] = dataset if isinstance(dataset, Mapping) else {str(dataset.split or "train"): dataset}
-    return [_split(name, splits[name]) for name in sorted(splits)]
+    return [split_rows(name, splits[name]) for name in sorted(splits)]
 
 
-def _split(name: str, rows: Any) -> ArrowRows:
+def split_rows(name: str, rows: Any) -> ArrowRows:
     """Return a split as a shard, with class labels as names, also inside lists and structs."""
     stored = rows.with_format("arrow")
-    labels = {key: _label_reader(feature) for key, feature in rows.features.items()}
+    labels = {key: label_reader(feature) for key, feature in rows.features.items()}
 
     def values(key: str, column: pa.ChunkedArray) -> list[Any]:
         plain, with_names = column_values(column), labels[key]
@@ -127,16 +127,16 @@ def _split(name: str, rows: Any) -> ArrowRows:
     return ArrowRows(name, len(rows), rows.column_names, lambda start, stop: stored[start:stop], values)
 
 
-def _label_reader(feature: Any) -> Callable[[Any], Any] | None:
+def label_reader(feature: Any) -> Callable[[Any], Any] | None:
     """Return a function that replaces class labels' numbers in a value by names; None if the feature has no labels."""
     if hasattr(feature, "int2str"):
         return lambda value: None if value is None or value < 0 else _label(feature, value)
     if isinstance(feature, Mapping):
-        fields = {key: each for key, inner in feature.items() if (each := _label_reader(inner))}
+        fields = {key: each for key, inner in feature.items() if (each := label_reader(inner))}
         if not fields:
             return None
         return lambda value: value and value | {key: each(value[key]) for key, each in fields.items()}
-    with_names = _label_reader(feature.feature) if hasattr(feature, "feature") else None
+    with_names = label_reader(feature.feature) if hasattr(feature, "feature") else None
     return with_names and (lambda value: value and list(map(with_names, value)))
 
 

@@ -70,6 +70,8 @@ def select_rows(
 ) -> dict[Split, list[RowReference]]:
     """Return the rows of each split in task order, at most `counts` of each, and count all other rows in `bad`.
 
+    A split may be empty only if its count is 0.
+
     Images are checked last and only until a split has its number of rows, because opening them is slow.
 
     Raises:
@@ -112,7 +114,7 @@ def select_rows(
     chosen = {split: _with_images(table, settings, usable[split], counts[split], bad) for split in SPLITS}
     bad.check(rows)
     for split in SPLITS:
-        if not chosen[split]:
+        if not chosen[split] and counts[split] != 0:
             raise ConfigurationError(
                 f"no row is left for the split {split!r}: {rows} rows, left out {dict(bad.left_out)}",
                 code="split_empty",

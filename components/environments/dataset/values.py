@@ -90,15 +90,15 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
         narrow = _NARROW[kind]
         return lambda value: value if value is None else _narrowed(value, narrow)
     if pa.types.is_struct(kind):
-        fields = {field.name: _reader(field.type) or _plain for field in kind}
+        fields = {field.name: _reader(field.type) or plain_value for field in kind}
         return lambda value: value and {name: fields[name](each) for name, each in value.items()}
     if pa.types.is_map(kind):
-        key, item = (_reader(each) or _plain for each in (kind.key_type, kind.item_type))
+        key, item = (_reader(each) or plain_value for each in (kind.key_type, kind.item_type))
         return lambda value: value and [[key(name), item(each)] for name, each in value]
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         each_of = _reader(kind.value_type)
         return each_of and (lambda value: value and [each_of(each) for each in value])
-    return None if any(is_simple(kind) for is_simple in _SIMPLE) else _plain
+    return None if any(is_simple(kind) for is_simple in _SIMPLE) else plain_value
 
 
 def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str | None:
@@ -107,13 +107,13 @@ def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str
     return float(value_text(narrow(value))) if isinstance(plain, float) else plain
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     if isinstance(value, float | Decimal):
         return plain_number(value)
     if isinstance(value, date | time | timedelta):
         return value_text(value)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain_value(each) for each in value]
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain_value(each) for name, each in value.items()}
     return value

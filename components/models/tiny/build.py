@@ -27,7 +27,7 @@ SMALL = TinySettings(
 
 def make_tiny_checkpoint(
     family: str,
-    folder: Path,
+    folder: str | Path,
     seed: int = 0,
     settings: TinySettings | Mapping[str, Any] = SMALL,
     image_attention: ImageAttention | None = None,
@@ -54,7 +54,7 @@ def make_tiny_checkpoint(
         ...     (checkpoint / "model.safetensors").is_file()
         True
     """
-    settings = TinySettings.model_validate(settings)
+    folder, settings = Path(folder), TinySettings.model_validate(settings)
     recipe = tiny_recipe(family)
     tokenizer = train_tokenizer(
         recipe.vocabulary,

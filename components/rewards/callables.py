@@ -1,0 +1,156 @@
+"""Rewards that are functions of the running program, such as those of a script or of a notebook's cells."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import marshal
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed, said
+from armature.components.rewards.reward import RewardInput
+from armature.components.rewards.worker import finite_reward
+
+SECONDS = 60.0
+"""Seconds that one grade may take."""
+SIGNATURES = (
+    "write def reward(completion: str, answer, row: dict) -> float, of which answer and row may be left out, or TRL's "
+    "def reward(completions: list, **columns) -> list[float]"
+)
+ONE, LIST = ("completion", "answer", "row"), ("completions", "prompts")
+"""Arguments of the two signatures, besides the columns of rows that the second one receives."""
+
+
+class CallableReward:
+    """A reward that calls a function in this process, which may be async. Two signatures are told apart by their names:
+
+    - `reward(completion, answer, row)` grades one completion and returns a number. It receives those of the three
+      arguments that it names.
+    - `reward(completions, **columns)` is TRL's: it receives lists of completions and of each column's values, and
+      returns a list of numbers or None. The lists have one item, because each completion is graded as soon as it is
+      sampled. None leaves this reward out of the completion's sum.
+
+    A function that is not async runs in a thread. A grade that takes longer than `SECONDS` fails its rollout, but the
+    thread goes on, since Python cannot end it. Safe to share between threads if the function is.
+
+    Args:
+        weight: factor of the reward in the weighted sum.
+        columns: names of the rows' columns.
+        chat: True if the rows' prompts are lists of messages. TRL's functions then receive completions as messages.
+
+    Raises:
+        ConfigurationError: `function` has neither signature, or requires a column that the rows do not have.
+
+    Example:
+        >>> reward = CallableReward(lambda completion, answer: completion == answer, weight=2.0, columns=["answer"])
+        >>> asyncio.run(reward.grade(RewardInput("red", answer="red", row={}))), reward.weights
+        ({'lambda': 1.0}, {'lambda': 2.0})
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, weight: float = 1.0, columns: Collection[str] = (), chat: bool = False
+    ) -> None:
+        name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+        self._function, self.part, self._chat = function, name, chat
+        self._columns, self._takes_list = _accepted(function, name, columns)
+        self.weights = {name: weight}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """SHA-256 of the function's source text by a name. What the function calls or reads is not covered."""
+        return {f"reward {self.part} source only": sha256(_source(self._function)).hexdigest()}
+
+    def check(self, answer: Any) -> None:
+        """Do nothing: only the function knows which answers it can compare."""
+
+    async def grade(self, inputs: RewardInput) -> Mapping[str, float]:
+        """Return the reward by the function's name; empty if a function with TRL's signature returns None.
+
+        Raises:
+            RolloutFailed: the function raises (`reward_error`), takes too long (`reward_timeout`), or does not return a
+                finite number (`reward_invalid`).
+        """
+        call = partial(self._function, **self._arguments(inputs))
+        try:
+            async with asyncio.timeout(SECONDS):
+                value = await asyncio.to_thread(call)
+                if inspect.isawaitable(value):
+                    value = await value
+        except TimeoutError:
+            raise RolloutFailed("reward_timeout", f"no grade within {SECONDS:g} s") from None
+        except RolloutFailed:
+            raise
+        except Exception as error:
+            raise RolloutFailed("reward_error", said(error)) from error
+        if not self._takes_list:
+            return {self.part: finite_reward(value)}
+        if not isinstance(value, list | tuple) or len(value) != 1:
+            raise RolloutFailed("reward_invalid", f"a list of one number was expected, not {value!r:.80}")
+        return {} if value[0] is None else {self.part: finite_reward(value[0])}
+
+    def close(self) -> None:
+        """Do nothing: the function lives as long as this process."""
+
+    def _arguments(self, inputs: RewardInput) -> dict[str, Any]:
+        if not self._takes_list:
+            return {name: getattr(inputs, name) for name in self._columns}
+        completion: Any = inputs.completion
+        if self._chat:
+            completion = [{"role": "assistant", "content": completion}]
+        every = {**inputs.row, "prompts": inputs.row.get("prompt"), "completions": completion}
+        return {name: [every.get(name)] for name in self._columns}
+
+
+def _accepted(function: Callable[..., Any], name: str, columns: Collection[str]) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the arguments to pass, and True if the function has TRL's signature.
+
+    Raises:
+        ConfigurationError: see `CallableReward`.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name!r} is not a function: {error}", code="not_a_function", where="reward_funcs", remedy=SIGNATURES
+        ) from error
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    if ("completions" in named) == ("completion" in named):
+        raise ConfigurationError(
+            f"{name!r} names {'both' if 'completion' in named else 'neither'} of completion and completions",
+            code="completion_not_taken",
+            where="reward_funcs",
+            remedy=SIGNATURES,
+        )
+    takes_list = "completions" in named
+    offered = {*LIST, *columns} - {"prompt"} if takes_list else {*ONE}
+    required = {
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    if missing := sorted(required - offered):
+        raise ConfigurationError(
+            f"{name!r} requires the argument {missing[0]!r}; there are {', '.join(sorted(offered))}",
+            code="unknown_reward_argument",
+            where="reward_funcs",
+            remedy=SIGNATURES,
+        )
+    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return tuple(sorted(offered if everything else offered & named)), takes_list
+
+
+def _source(function: Any) -> bytes:
+    """Return the source text of a function or of an object's class, or its compiled code where there is no text."""
+    plain = inspect.unwrap(function)
+    while isinstance(plain, partial):
+        plain = plain.func
+    if not (inspect.isroutine(plain) or inspect.isclass(plain)):
+        plain = type(plain)
+    try:
+        return inspect.getsource(plain).encode()
+    except (OSError, TypeError):
+        code = getattr(plain, "__code__", None)
+        return f"{plain.__module__}.{plain.__qualname__}".encode() if code is None else marshal.dumps(code)

@@ -1,0 +1,313 @@
+"""`MultimodalGRPOTrainer` with rows and reward functions of a program; a transformers model samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from armature.components.contracts.errors import RolloutFailed
+from armature.components.environments.dataset.python_rows import write_rows
+from armature.components.rewards.callables import CallableReward
+from armature.components.rewards.reward import RewardInput
+from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.trainer import MultimodalGRPOTrainer
+from tests.refusals import refused
+from tests.rl.test_trainer import LocalSampler, config, run, samplers
+from tests.vlm.conftest import Tiny, make_tiny, tiny
+
+__all__ = ["make_tiny", "samplers", "tiny"]  # fixtures
+
+PIXELS = [np.full((28, 28, 3), 40 * number, np.uint8) for number in range(6)]
+IMAGES = [Image.fromarray(each) for each in PIXELS]
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+
+
+def rows(**more: Any) -> list[dict[str, Any]]:
+    """Return six rows with images, as a user would write them."""
+    return [
+        {"prompt": f"Which color is {number}?", "image": image, "answer": str(number), **more}
+        for number, image in enumerate(IMAGES)
+    ]
+
+
+def small(folder: Path, **options: Any) -> MultimodalRLConfig:
+    """Return options of two groups a step, without a number of steps."""
+    values = config(folder, eval_temperature=1.0).model_dump(exclude_defaults=True, exclude={"max_steps"})
+    return MultimodalRLConfig(**(values | options))
+
+
+def letters(completion: str) -> float:
+    return float(completion.count("e"))
+
+
+def trl_length(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    assert len(completions) == len(answer) == 1 and "image" not in columns
+    return [float(len(completions[0]))]
+
+
+# --- Training ---
+
+
+def test_rows_and_functions_train_for_one_pass(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+    trainer = MultimodalGRPOTrainer(
+        str(tiny.folder),
+        config=small(tmp_path),
+        reward_funcs=[letters, trl_length],
+        reward_weights=[1.0, 0.5],
+        train_dataset=rows(),
+        eval_dataset=rows()[:2],
+    )
+    assert not list(tmp_path.iterdir())  # the constructor writes nothing
+    result = trainer.train()
+    assert [row["step"] for row in result.history] == [0, 1, 2, 3]  # 6 rows in groups of 4, 2 groups a step
+    assert {"heldout/accuracy"} <= result.history[0].keys() and result.history[0].keys().isdisjoint({"loss"})
+    best = result.best["best/step"]
+    assert result["heldout/accuracy"] == next(row for row in result.history if row["step"] == best)["heldout/accuracy"]
+    assert (result.final / "config.json").exists() and samplers[0].synced[-1] == 3
+    assert (trainer.save_model(tmp_path / "saved") / "config.json").exists()
+    manifests = (tmp_path / "store/rollouts").glob("*/manifest.json")
+    inputs = [json.loads(path.read_text())["inputs"] for path in manifests]
+    assert len(inputs) == 3 and all("reward letters source only" in each for each in inputs)
+
+
+def test_interrupted_training_resumes_with_equal_rows(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+    for folder, ends in ((tmp_path / "straight", [2]), (tmp_path / "stopped", [1, 2])):
+        for max_steps in ends:
+            options = small(folder, max_steps=max_steps, save_steps=1)
+            MultimodalGRPOTrainer(str(tiny.folder), config=options, reward_funcs=letters, train_dataset=rows()).train()
+    one, other = run(tmp_path / "straight"), run(tmp_path / "stopped")
+    compared = ("reward", "grad_norm", "mismatch_kl", "policy_version/max")
+    assert [[row[name] for name in compared] for row in one] == [[row[name] for name in compared] for row in other]
+    assert len(one) == 2 and one[1]["grad_norm"] > 0
+
+
+class Recorder:
+    """Callbacks that record their calls and stop after step 2."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return partial(self.called, name)
+
+    def called(self, name: str, options: Any, state: Any, control: Any, **values: Any) -> None:
+        self.calls.append((name, state.global_step))
+        if name == "on_step_end":
+            control.should_training_stop = state.global_step == 2
+        if name == "on_log":
+            assert state.log_history[-1] == {**values["logs"], "step": state.global_step}
+
+
+def test_callback_sees_steps_and_ends_the_training(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+    recorder = Recorder()
+    MultimodalGRPOTrainer(
+        str(tiny.folder),
+        config=small(tmp_path, max_steps=5, save_steps=1),
+        reward_funcs=letters,
+        train_dataset=rows(),
+        callbacks=[recorder],
+    ).train()
+    step = ["on_step_end", "on_log", "on_save"]
+    expected = [("on_train_begin", 0), *((name, number) for number in (1, 2) for name in step), ("on_train_end", 2)]
+    assert recorder.calls == expected and [row["step"] for row in run(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "shown", "options"),
+    [
+        ("config_missing", (), {}),
+        ("dataset_missing", (), {"reward_funcs": letters}),
+        ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
+        (
+            "reward_missing",
+            ("2 weights",),
+            {"train_dataset": rows(), "reward_funcs": letters, "reward_weights": [1, 2]},
+        ),
+        (
+            "heldout_rows_twice",
+            (),
+            {"train_dataset": rows(), "eval_dataset": rows(), "eval_fraction": 0.5, "reward_funcs": letters},
+        ),
+    ],
+)
+def test_rejects_arguments_that_do_not_fit(code: str, shown: tuple[str, ...], options: dict[str, Any]) -> None:
+    with refused(code, *shown):
+        MultimodalGRPOTrainer("no-such-model", **options)
+
+
+def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
+    with refused("steps_unknown"):
+        MultimodalGRPOTrainer(
+            "no-such-model", config=small(tmp_path), reward_funcs=letters, train_dataset=iter(rows())
+        ).train()
+
+
+@pytest.mark.parametrize(
+    ("code", "shown", "options"),
+    [
+        ("prompt_missing", ("question",), {"train_dataset": [{"question": "Which?"}]}),
+        (
+            "rows_unusable",
+            ("no_image",),
+            {"train_dataset": [*rows(), {"prompt": "Which?", "image": None, "answer": 1}]},
+        ),
+        (
+            "rows_unusable",
+            ("no_image",),
+            {"train_dataset": [{"prompt": "Which?", "image": "missing.png", "answer": 1}]},
+        ),
+        ("rows_wrong_type", ("dict",), {"train_dataset": {"train": rows()}}),
+        ("rows_wrong_type", ("str",), {"train_dataset": [*rows(), "a text"]}),
+        ("value_not_json", ("row 0",), {"train_dataset": rows(more=object())}),
+        ("unknown_reward_argument", ("colour",), {"reward_funcs": lambda completions, colour: [0.0]}),
+        ("completion_not_taken", ("both",), {"reward_funcs": lambda completion, completions: 0.0}),
+        ("completion_not_taken", ("neither",), {"reward_funcs": lambda text: 0.0}),
+        ("duplicate_reward", ("letters",), {"reward_funcs": [letters, letters]}),
+    ],
+)
+def test_rejects_rows_and_rewards(
+    tiny: Tiny, tmp_path: Path, code: str, shown: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    values = {"train_dataset": rows(), "reward_funcs": letters} | options
+    with refused(code, *shown):
+        MultimodalGRPOTrainer(str(tiny.folder), config=small(tmp_path, max_steps=1), **values).train()
+
+
+# --- Rows ---
+
+
+def forms(folder: Path) -> dict[str, Any]:
+    """Return the same six rows in all forms, with the images as files for those that cannot hold images."""
+    for number, image in enumerate(IMAGES):
+        image.save(folder / f"{number}.png")
+    paths = [{**row, "image": str(folder / f"{number}.png")} for number, row in enumerate(rows())]
+    coded = [
+        {**row, "image": {"bytes": (folder / f"{n}.png").read_bytes(), "path": None}} for n, row in enumerate(rows())
+    ]
+    named = [{**row, "image": f"{number}.png"} for number, row in enumerate(rows())]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "image": datasets.Image(), "answer": datasets.Value("string")}
+    )
+    dataset = datasets.Dataset.from_list(rows(), features=features)
+    return {
+        "list": rows(),
+        "arrays": [{**row, "image": pixels} for row, pixels in zip(rows(), PIXELS, strict=True)],
+        "paths": paths,
+        "frame": pd.DataFrame(rows()),
+        "frame of paths": pd.DataFrame(paths),
+        "arrow": pa.Table.from_pylist(coded),
+        "dataset": dataset,
+        "dataset of paths": datasets.Dataset.from_list(paths).cast_column("image", datasets.Image()),
+        "iterable": dataset.to_iterable_dataset(),
+        "generator": iter(rows()),
+        "file": folder / "rows.jsonl",
+    }
+
+
+def test_all_forms_of_rows_are_written_equally(tmp_path: Path) -> None:
+    written: dict[str, list[Any]] = {}
+    for name, form in forms(tmp_path).items():
+        made = write_rows(form, tmp_path / name, "train")
+        assert (made.count, made.columns, made.most_images, made.chat) == (6, ("answer", "image", "prompt"), 1, False)
+        lines = [json.loads(line) for line in (tmp_path / name / "train.jsonl").read_text().splitlines()]
+        for row in lines:  # the same pixels; the bytes of files are kept, and others are encoded
+            row["image"] = np.asarray(Image.open(tmp_path / name / row["image"])).tolist()
+        written[name] = lines
+    expected = [{**row, "image": pixels.tolist()} for row, pixels in zip(rows(), PIXELS, strict=True)]
+    assert all(lines == expected for lines in written.values())
+
+
+def test_labels_become_names_and_messages_keep_their_images(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["one", "two"])}
+    )
+    labels = datasets.Dataset.from_list([{"prompt": "Which?", "label": 1}], features=features)
+    for form in (labels, labels.to_iterable_dataset()):
+        write_rows(form, tmp_path, "train")
+        assert json.loads((tmp_path / "train.jsonl").read_text()) == {"prompt": "Which?", "label": "two"}
+    chat = [{"role": "user", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": "Which?"}]}]
+    made = write_rows([{"prompt": chat}], tmp_path, "train")
+    assert made.chat and made.most_images == 1
+    shown = json.loads((tmp_path / "train.jsonl").read_text())["prompt"][0]["content"][0]["image"]
+    assert np.array_equal(np.asarray(Image.open(tmp_path / shown)), PIXELS[1])
+
+
+# --- Reward functions ---
+
+
+def grade(reward: CallableReward, completion: str = "red", **row: Any) -> Any:
+    return asyncio.run(reward.grade(RewardInput(completion, answer=row.get("answer"), row=row)))
+
+
+async def later(completion: str, answer: str) -> bool:
+    await asyncio.sleep(0)
+    return completion == answer
+
+
+def test_signatures_are_told_apart_by_their_arguments() -> None:
+    columns = ["answer", "prompt", "size"]
+    assert grade(CallableReward(later), answer="red") == {"later": 1.0}
+
+    def listed(prompts: list[Any], completions: list[Any], size: list[int], **more: Any) -> list[float | None]:
+        assert prompts == ["Which?"] and more == {"answer": ["red"]}
+        return [len(completions[0]) * size[0] if size[0] else None]
+
+    assert grade(CallableReward(listed, columns=columns), prompt="Which?", answer="red", size=2) == {"listed": 6.0}
+    assert grade(CallableReward(listed, columns=columns), prompt="Which?", answer="red", size=0) == {}
+
+    def of_messages(completions: list[list[dict[str, str]]]) -> list[float]:
+        (message,) = completions[0]
+        return [float(message == {"role": "assistant", "content": "red"})]
+
+    assert grade(CallableReward(of_messages, chat=True), prompt=CHAT) == {"of_messages": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reason", "function"),
+    [
+        ("reward_error", lambda completion: 1 / 0),
+        ("reward_invalid", lambda completion: "1"),
+        ("reward_invalid", lambda completion: float("nan")),
+        ("reward_invalid", lambda completions: 1.0),
+        ("reward_invalid", lambda completions: [1.0, 2.0]),
+    ],
+)
+def test_failing_function_fails_the_rollout(reason: str, function: Any) -> None:
+    with pytest.raises(RolloutFailed) as failed:
+        grade(CallableReward(function))
+    assert failed.value.reason == reason
+
+
+def test_slow_function_fails_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("armature.components.rewards.callables.SECONDS", 0.05)
+
+    async def slow(completion: str) -> float:
+        await asyncio.sleep(5)
+        return 1.0
+
+    with pytest.raises(RolloutFailed) as failed:
+        grade(CallableReward(slow))
+    assert failed.value.reason == "reward_timeout"
+
+
+def test_sources_change_with_the_text_of_a_function() -> None:
+    named: dict[str, Any] = {}
+    for number in (1, 2, 1):
+        exec(f"def f(completion):\n    return {number}", scope := {})  # as in an interpreter: there is no source text
+        named.setdefault(str(number), []).append(CallableReward(scope["f"]).sources["reward f source only"])
+    assert named["1"][0] == named["1"][1] != named["2"][0]
+    assert CallableReward(letters).sources != CallableReward(later).sources
+    assert CallableReward(partial(later, answer="red")).sources["reward partial source only"]
