@@ -37,9 +37,9 @@ class MeasuredShare:
     overlaps: bool
     """True if rollouts are played while the trainer works."""
     at_most: bool
-    """True if `rollouts` is only an upper bound, the time of training.
+    """True if `rollouts` is only an upper bound, because rollouts took at most as long as training.
 
-    Rollouts were faster, but their exact time is unknown because nothing waited for them.
+    Their exact time is unknown because nothing waited for them.
     """
 
     def step(self, servers: int, ranks: int) -> float:

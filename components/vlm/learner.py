@@ -42,7 +42,7 @@ from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batch
 from armature.components.vlm.settings import TrainerSettings
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
-"""Yields each planned micro-batch with its tensors, in the order of the plan."""
+"""A function that takes planned micro-batches, and yields each of them with its tensors in the order of the plan."""
 
 
 def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
@@ -282,14 +282,17 @@ class Learner(TrainingEngine[Any]):
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the log-probs (N,) under the initial model: its frozen copy, or the policy without its adapters."""
+        """Return the log-probs (N,) of the trained tokens under the initial model.
+
+        The initial model is a frozen copy, or the policy without its adapters.
+        """
         if self.reference is not None:
             return _forward(self.reference, batch, at)[0]
         with self.model.disable_adapter():
             return _forward(self.policy, batch, at)[0]
 
     def _to_device(self, batch: MultimodalBatch) -> MultimodalBatch:
-        """Move the model's inputs to the device of this rank, and lay out the positions of packed rows before.
+        """Compute the positions of packed rows, and move the model's inputs to the device of this rank.
 
         The loss mask, advantages and log-probs stay on the CPU: indexing by a mask on a GPU would wait for the GPU.
         """
@@ -308,13 +311,13 @@ class Learner(TrainingEngine[Any]):
 
 
 def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probs and entropies (N,) of the tokens behind the positions `at`; see `predicting`."""
+    """Return the log-probs (N,) and entropies (N,) of the tokens that the positions `at` predict; see `predicting`."""
     logprobs, entropy = policy(model_inputs(batch), at, batch.packing if isinstance(batch, PackedBatch) else None)
     return logprobs, entropy
 
 
 def _of_trained_tokens(batch: MultimodalBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sampler's log-probs and the advantages of the trained tokens, (N,) each, on `device`."""
+    """Return two tensors (N,) on `device` for the N trained tokens: the sampler's log-probs and the advantages."""
     assert batch.advantages is not None
     trained = batch.loss_mask[:, 1:]
     behavior, advantages = (

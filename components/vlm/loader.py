@@ -51,7 +51,10 @@ class FeatureCache:
 
 
 class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
-    """A dataset whose "index" is a complete job, a micro-batch and a folder, so that workers serve many batches."""
+    """A dataset whose "index" is a complete job: a micro-batch, and the folder with the image features of its batch.
+
+    Therefore the same worker processes can serve many batches.
+    """
 
     def __init__(self, collator: SampleCollator, images: ImageStore, part: tuple[int, int]) -> None:
         self.collator, self.images, self.part = collator, images, part

@@ -105,11 +105,11 @@ class Policy(nn.Module):
             return logprobs, entropies
 
     def _applied(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the head to the hidden states (N, D) that predict `targets` (N,)."""
+        """Return log-probs and entropies (N,) that the head computes for `targets` (N,) from hidden states (N, D)."""
         return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
 
     def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
-        """Return log-probs (N, V) of all possible next tokens at the N positions where `mask` (B, L) is True.
+        """Return log-probs (N, V) of all possible next tokens, at the N positions where `mask` (B, L) is True.
 
         They are computed as servers compute the log-probs of a prompt: at temperature 1, and no token
         is masked.
@@ -156,7 +156,7 @@ def predicting(loss_mask: Tensor, device: torch.device | None = None) -> tuple[T
 
 
 def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
-    """Return the model's inputs for B rows of text of the same length L."""
+    """Return the model's inputs for the token ids (B, L) of B rows of text."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in signature(base_model(policy.model).forward).parameters:
         inputs["mm_token_type_ids"] = torch.zeros_like(ids)

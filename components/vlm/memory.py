@@ -61,7 +61,10 @@ def from_main_memory(offloaded: Offloaded) -> Tensor:
 
 GIB = 2**30
 OVERHEAD = 1.15
-"""Factor on the estimate for CUDA's context, NCCL, fragmentation and short-lived tensors."""
+"""Factor by which the sum of all estimated bytes is multiplied.
+
+It accounts for CUDA's context, NCCL, fragmentation and short-lived tensors.
+"""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -229,7 +232,7 @@ def chosen_recomputation(
 def keeps_gathered(
     source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
 ) -> bool:
-    """Check that the `available` bytes of a rank have room for all weights from a forward to its backward pass.
+    """Check that a rank's `available` bytes have room for all weights between a forward pass and its backward pass.
 
     Then FSDP gathers them once for both passes. Results are the same either way.
     """

@@ -29,9 +29,9 @@ PER_TOKEN = {
     "weight_floored": "correction/floored_fraction",
     "weight_capped": "correction/capped_fraction",
 }
-"""Name of each sum in `Loss.sums`, and the metric that is its mean over the trained tokens."""
+"""Names of sums in `Loss.sums`, mapped to the names of the metrics that are their means over trained tokens."""
 ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_high", "ratio_out_of_range")
-"""Sums that every step reports; they are 0 if no token was trained on."""
+"""Names of the sums that every step reports. They are 0 if no token was trained on."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class _Added:
     rows: Sequence[int]
     """Position of each row in the batch, -1 for a dummy."""
     lengths: Tensor
-    """Trained tokens of each row."""
+    """Number of trained tokens of each row."""
     log_ratios: Tensor
-    """Log-prob less the sampler's, of each trained token."""
+    """Log-ratio of each trained token: its log-prob under the trained model minus its log-prob under the sampler."""
     names: Sequence[str]
     sums: Tensor
-    """One sum for each of `names`."""
+    """The sums of `Loss.sums`, one for each name in `names`."""
 
 
 class Meter:
@@ -66,7 +66,10 @@ class Meter:
         self._waiting: list[_Added] = []
 
     def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
-        """Add a micro-batch; `scale` is the factor on its loss. This does not wait for the GPU, `update` does."""
+        """Add the numbers of a micro-batch, whose loss has the factor `scale`.
+
+        This does not wait for the GPU; `update` does.
+        """
         ratios = (tokens.logprobs - tokens.behavior).detach().float()
         sums = torch.stack([*loss.sums.values(), loss.total.detach().double() * scale])
         lengths, ratios, sums = (value.to("cpu", non_blocking=True) for value in (tokens.lengths, ratios, sums))
@@ -105,9 +108,10 @@ class Meter:
             peak_gib: peak memory of this rank; the report has the maximum over ranks.
 
         Returns:
-            The metrics: means over trained tokens (0 if there are none), and quantiles of the ratio. And for each
-            sample, by its position in the batch, the log-prob of each of its T trained tokens less the sampler's (T,),
-            under the weights at the beginning of the sample's update.
+            Two dictionaries. The first has the metrics by name: means over trained tokens (0 if there are none), and
+            quantiles of the ratio. The second has the log-ratios (T,) of each sample's T trained tokens, by the
+            sample's position in the batch. A log-ratio is the log-prob under the weights at the beginning of the
+            sample's update, minus the sampler's log-prob.
         """
         values = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
         parts = ranks.gather({"rows": self.rows, "values": values, "sums": dict(self.sums), "peak_gib": peak_gib})
@@ -147,7 +151,7 @@ def _quantiles(log_ratios: LogRatios) -> dict[str, float]:
 
 
 def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return metrics of the samples of a step: rewards, groups, lengths in tokens, images and policy versions."""
+    """Return metrics of a step's samples: rewards, groups, lengths in tokens, images and policy versions."""
     if not samples:
         return {"sequences": 0.0, "tokens/trained": 0.0, "tokens/total": 0.0}
     rewards = np.array([sample.reward for sample in samples])

@@ -47,9 +47,9 @@ class Tokens:
     logprobs: Tensor
     """Log-probs (N,) under the trained policy, with gradient."""
     denominator: Tensor
-    """Log-probs (N,) in the denominator of the objective's ratio."""
+    """Log-probs (N,) of the tokens that are the denominator of the objective's ratio."""
     behavior: Tensor
-    """Log-probs (N,) that the sampler reported."""
+    """Log-probs (N,) that the sampler reported for the tokens."""
     advantages: Tensor
     """Advantages (N,)."""
     rows: Tensor
@@ -286,7 +286,7 @@ def loss_of(
 
 
 def _mismatch(tokens: Tokens) -> dict[str, Tensor]:
-    """Return the ratio to the sampler and the k3 estimate of KL(sampler || policy), (N,) each, as metrics."""
+    """Return two metrics (N,) by name: the ratio to the sampler and the k3 estimate of KL(sampler || policy)."""
     raw = (tokens.logprobs - tokens.behavior).detach()
     difference = log_ratio(tokens.logprobs.detach(), tokens.behavior).double()
     return {

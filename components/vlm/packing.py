@@ -69,7 +69,10 @@ def content(sample: Sample, image_token: int, counts: Sequence[int]) -> Ints:
 
 
 def estimated_content(sample: Sample, image_token: int) -> Ints:
-    """Return `content` before the images are processed, assuming that all images of a row have equally many tokens."""
+    """Return an estimate of the result of `content`, before the images are processed.
+
+    It assumes that all images of a row have equally many tokens.
+    """
     total = int((sample.input_ids == image_token).sum())
     ends = np.linspace(0, total, len(sample.images) + 1).round().astype(int)
     return content(sample, image_token, np.diff(ends).tolist())
@@ -123,7 +126,10 @@ def tree(contents: Sequence[Ints], whole: Sequence[Bools]) -> tuple[list[Segment
 
 
 def _uncut(end: int, whole: Sequence[Bools]) -> int:
-    """Return `end`, or the start of the run of True that a cut at `end` would split in one of the rows."""
+    """Return `end`, or a smaller position if a cut at `end` would split a run of True in one of the rows.
+
+    The smaller position is the start of that run.
+    """
     if end == 0 or not whole[0][end - 1] or not any(len(row) > end and row[end] for row in whole):
         return end
     before = np.flatnonzero(~whole[0][:end])
@@ -341,10 +347,10 @@ def _packed(
 
 
 def _even(cut: Callable[[int], Sequence[Part]], max_tokens: int, ranks: int) -> Sequence[Part]:
-    """Return the parts that `cut` makes with the smallest token limit that does not need more rounds.
+    """Return the parts that `cut` makes with the smallest token limit for which the rounds do not become more.
 
-    A round is one part for each of `ranks`; the number of rounds is given by `max_tokens`. The limit is found by
-    bisection.
+    A round is one part for each of `ranks` ranks. The limit `max_tokens` determines the number of rounds. The smallest
+    limit is found by bisection.
     """
     parts = cut(max_tokens)
     most, least = -(-len(parts) // ranks) * ranks, 1

@@ -77,7 +77,7 @@ class DeltaSeries:
         """Write a version to `folder`, atomically.
 
         Args:
-            new: all its weights, under their names in checkpoint files.
+            new: all weights of the version, under their names in checkpoint files.
 
         Returns:
             False if nothing was written because a complete checkpoint has to come first: `folder` does not follow the
@@ -102,7 +102,10 @@ class DeltaSeries:
 
 
 def _gathered(tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    """Take part in gathering sharded tensors, on the ranks that do not write."""
+    """Iterate over `tensors`, whose sharded weights are gathered meanwhile, and drop them. The result is True.
+
+    Ranks that do not write call this, because all ranks must take part in gathering.
+    """
     return all(True for _ in tensors)
 
 
@@ -203,7 +206,10 @@ class Publisher:
         return written
 
     def _whole_tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights unsharded, under their names in checkpoint files. Every rank has to iterate over all."""
+        """Yield the unsharded weights under their names in checkpoint files.
+
+        Every rank has to iterate over all of them.
+        """
         config = base_model(model).config
         if has_hub_layout(config):
             yield from to_hub(self._weights(model, whole), config).items()
@@ -213,7 +219,10 @@ class Publisher:
 
     @torch.no_grad()
     def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the weights by their names in the model, after `take`; parameters that share memory still share it."""
+        """Return `take(tensor)` for each of the model's weights, by the weight's name in the model.
+
+        Parameters that share memory still share it in the result.
+        """
         state, first = base_model(model).state_dict(), dict[Any, str]()
         weights: dict[str, Tensor] = {}
         for name, value in merged_weights(model):
@@ -226,7 +235,10 @@ class Publisher:
 
 
 class _FilesBeside:
-    """Stands in for a processor when a checkpoint is saved: links the processor's files and writes the adapters."""
+    """Takes the place of a processor when a checkpoint is saved.
+
+    It links the processor's existing files and writes the adapters.
+    """
 
     def __init__(self, folder: Path, adapter: Callable[[Path], None] | None) -> None:
         self.folder, self.adapter = folder, adapter

@@ -47,7 +47,7 @@ class Loader(Protocol):
     """Turns planned micro-batches into tensors, as `armature.components.vlm.loader.MicroBatchLoader` does."""
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a context for the micro-batches of one step."""
+        """Return a context in which the micro-batches of one step are loaded."""
         ...
 
     def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
@@ -129,7 +129,10 @@ class TokenWorker(ServiceWorker):
         return metrics
 
     def perform(self, command: Command, prepared: list[Sample]) -> Any:
-        """Score the samples, publish or send the weights, or answer a probe."""
+        """Carry out a command that is not a training step.
+
+        It scores the samples, publishes or sends the weights, or answers a probe.
+        """
         match command["name"]:
             case "score":
                 with self._load.batch():

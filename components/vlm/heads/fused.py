@@ -38,7 +38,7 @@ SMALL = TileConfig(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
 FULL = TileConfig(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
 """Tiling for fp32, which is multiplied exactly and not in tensor cores: for comparison, not for speed."""
 KEPT_ROWS = 16
-"""Rows of a program that computes gradients from the values that the forward pass kept."""
+"""Number of rows for which one program computes gradients from values that the forward pass kept."""
 
 
 class FusedHead(LinearHead):
@@ -104,10 +104,10 @@ class FusedHead(LinearHead):
     def _kept_gradient(
         self, scaled: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
-        """Compute the gradient of the logits in place of `scaled`, which has exp(z - m), (N, V).
+        """Overwrite `scaled` (N, V), which has the values exp(z - m), with the gradient of the logits.
 
         Args:
-            maximum: m of each row in each tile of columns.
+            maximum: for each row and each tile of columns the largest logit m.
         """
         from armature.components.vlm.heads.kernels import kept_gradient_kernel
 

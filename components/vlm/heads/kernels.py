@@ -18,7 +18,10 @@ EXCLUDED = tl.constexpr(-1e30)
 
 @triton.jit
 def _place(n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Return first row and column of this program's tile; GROUP row tiles in a row share columns in the L2 cache."""
+    """Return the first row and the first column of this program's tile.
+
+    Up to GROUP consecutive programs have the same columns, which they share in the L2 cache.
+    """
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(n_rows, ROWS), tl.cdiv(n_columns, COLUMNS)
     group = program // (GROUP * column_tiles)
@@ -34,7 +37,10 @@ def _logits(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile's logits after softcap and temperature, and the tanh of the softcap (else the plain logits)."""
+    """Return the tile's logits after softcap and temperature.
+
+    Also return the tanh of the softcap, or without a softcap the plain logits.
+    """
     z = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if DESCRIPTORS:
         for start in range(0, depth, DEPTH):
@@ -74,7 +80,7 @@ def statistics_kernel(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Store for each row of the tile the largest logit m, sum exp(z - m), sum exp(z - m) (z - m), and target's logit.
+    """For each row of a tile store its largest logit m, sum exp(z - m), sum exp(z - m) (z - m), and its target's logit.
 
     With KEEP also store the tile of exp(z - m) in `scaled` (n_rows, n_columns).
     """
@@ -110,7 +116,7 @@ def gradient_kernel(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Store dz (rows, columns), the gradient with respect to the linear layer's output."""
+    """Store in `dz` (rows, columns) the loss's gradient with respect to the output of the linear layer."""
     row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
     z, bent = _logits(
         hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth,

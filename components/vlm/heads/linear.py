@@ -55,26 +55,29 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
-"""A function (targets, saved, grads) like `LinearHead.logit_gradient` for the whole vocabulary. It works only once."""
+"""A function (targets, saved, grads) that returns the gradient of the logits over the whole vocabulary.
+
+The arguments are described in `LinearHead.logit_gradient`. The function can be called only once.
+"""
 
 
 class BlockStatistics(NamedTuple):
     """The logits of N tokens, summarized over each of S blocks of the vocabulary."""
 
     maximum: Tensor
-    """m = max z, (S, N)."""
+    """Largest logit m = max z of each token in each block, shape (S, N)."""
     total: Tensor
-    """sum exp(z - m), (S, N)."""
+    """Sum of exp(z - m) over the logits z of each block, shape (S, N)."""
     weighted: Tensor
-    """sum exp(z - m) (z - m), (S, N)."""
+    """Sum of exp(z - m) (z - m) over the logits z of each block, shape (S, N)."""
     chosen: Tensor
-    """The target's logit, (N,); -inf if it has no probability."""
+    """Logit of each token's target, shape (N,); -inf if the target has no probability."""
     gradient: KeptGradient | None = None
-    """Computes the logits' gradient from values that the backend kept; None if it kept none."""
+    """A function that computes the logits' gradient from values that the backend kept; None if it kept no values."""
 
 
 class HeadBlock(NamedTuple):
-    """Some rows of the head's weight, in the dtype of matrix products. The bias is fp32 or better."""
+    """Consecutive rows of the head's weight, in the dtype of matrix products, and their bias in fp32 or better."""
 
     weight: Tensor  # (width, D)
     bias: Tensor | None  # (width,)
@@ -204,7 +207,7 @@ def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.
 
 
 def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return weight (V, D) and bias (V,) of the head, with its adapters added if they are enabled."""
+    """Return the head's weight (V, D) and bias (V,), with its adapters added if they are enabled."""
     if not isinstance(head, LoraLayer):
         return cast(Tensor, head.weight), cast("Tensor | None", head.bias)
     layer = head.get_base_layer()
@@ -268,7 +271,7 @@ class ChunkedHead(LinearHead):
 
 
 def _local(targets: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns (N, 1) that can be gathered from `z`, and a mask (N,) of targets that lie within `z`.
+    """Return the columns (N, 1) at which `z` has the targets' logits, and a mask (N,) of targets that lie within `z`.
 
     For a target outside of `z` the column is 0.
     """

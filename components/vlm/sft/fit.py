@@ -52,7 +52,7 @@ class EpochSampler:
         return self.epochs * self.steps_per_epoch
 
     def of(self, step: int) -> list[Sample]:
-        """Return the samples of step 1, 2, ..., `steps`. The last step of an epoch has the remaining ones."""
+        """Return the samples of `step`, from 1 to `steps`. The last step of an epoch has the samples that remain."""
         epoch, part = divmod(step - 1, self.steps_per_epoch)
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
         return [self.samples[row] for row in order[part * self.samples_per_step :][: self.samples_per_step]]
@@ -111,7 +111,7 @@ def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:
     """Return the mean of -log p over the trained tokens of all samples, in nats per token.
 
     Args:
-        scores: for each sample the log-probs (L,) that the trainer returned.
+        scores: the log-probs (L,) that the trainer returned for each sample.
     """
     losses = [-score[1:][sample.loss_mask[1:]] for sample, score in zip(samples, scores, strict=True)]
     return float(np.concatenate(losses).mean(dtype=np.float64))

@@ -132,9 +132,9 @@ def demonstrations(
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
-    """Return mean loss and probability over the last tenth of the steps, and held-out losses before and after.
+    """Return figures from the history: mean loss and probability at the end of the training, and held-out losses.
 
-    Losses are in nats per token.
+    The means are over the last tenth of the steps. Held-out losses are from before and after the training.
     """
     from armature.components.vlm.sft.fit import HELDOUT_LOSS
 
@@ -150,7 +150,7 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
 def write_pages(
     folder: Path, settings: SFTSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
 ) -> None:
-    """Write the page `report.html`."""
+    """Write the page `report.html` to `folder`."""
     from armature.components.artifacts.images import ImageStore
     from armature.components.models.source import CHECKPOINT
     from armature.components.pages.records import token_decoder
