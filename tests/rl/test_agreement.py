@@ -26,8 +26,11 @@ def sample_of(behavior: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample
 
 
 def drawn(server: np.ndarray, trainer: np.ndarray) -> tuple[list[Sample], list[np.ndarray]]:
-    """Sample tokens from the distribution `server`. Return a sample that has their log-probs under `server`, and their
-    log-probs under the distribution `trainer`."""
+    """Sample tokens from the distribution `server`.
+
+    Return a sample that has the tokens' log-probs under `server`. Also return their log-probs under the distribution
+    `trainer`.
+    """
     tokens = np.random.default_rng(0).choice(VOCABULARY, TOKENS, p=server)
     scores = np.concatenate([[np.nan], np.log(trainer[tokens])])  # the score of a token that was not sampled is ignored
     return [sample_of(np.log(server[tokens]))], [scores]

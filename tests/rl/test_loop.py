@@ -15,8 +15,10 @@ from armature.components.rl.loop import LoopPlan, run_loop
 
 
 class RecordingSteps:
-    """Steps of a run, for the loop, that only take time. They record when each unit of work begins and ends, and which
-    version of the weights the servers have meanwhile."""
+    """Units of work for `run_loop` that only take time.
+
+    They record when each unit begins and ends, and which version of the weights the servers have meanwhile.
+    """
 
     def __init__(
         self,

@@ -39,8 +39,10 @@ GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6
 
 
 class Tells:
-    """An environment with episodes of two turns, in which the second answer decides. Only tasks with even numbers can
-    be solved, so rewards differ only within their groups."""
+    """An environment with episodes of two turns. The second answer decides the reward.
+
+    Only tasks with even numbers can be solved, so only in their groups do rewards differ.
+    """
 
     name, system_prompt, dialogue, max_turns = "tells", None, True, 4
     reward_weights: Mapping[str, float] = {"right": 1.0}
@@ -108,7 +110,7 @@ class NotingTrainer:
 
 
 class PoolOfOne:
-    """A replacement of the server pool with one scripted policy. It has the methods that a run calls."""
+    """A replacement for the server pool, with one scripted policy and the methods that a run calls."""
 
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
@@ -141,7 +143,7 @@ def context(folder: Path) -> StageContext:
 
 
 class Attempt:
-    """A run in `folder`, which may contain the results of an earlier attempt."""
+    """A run in `folder`, where an earlier attempt may have left its results."""
 
     def __init__(
         self,
@@ -192,11 +194,14 @@ class Attempt:
         return {step: read_rollouts(artifact.path).trajectories for step, artifact in made.items() if artifact}
 
     def played(self) -> dict[int, list[tuple[str, str]]]:
-        """Return ids and tasks of the trajectories of each step."""
+        """Return a pair (trajectory id, task id) for each trajectory, by step."""
         return {step: [(one.trajectory_id, one.task_id) for one in made] for step, made in self.trajectories().items()}
 
     def versions(self) -> dict[int, list[tuple[int, ...]]]:
-        """Return for each step the versions that sampled the turns of each trajectory."""
+        """Return, by step, a tuple for each trajectory.
+
+        It has the versions of the weights that sampled the turns.
+        """
         return {
             step: [tuple(turn.policy_version for turn in one.turns) for one in made]
             for step, made in self.trajectories().items()
@@ -276,8 +281,10 @@ def test_invalid_sample_is_dropped_and_counted(tmp_path: Path, portal: BlockingP
 
 
 class Waits(Scripted):
-    """A policy that delays its answers in the second turns of step 3 until it has got new weights. So the two turns of
-    these episodes are sampled with different weights."""
+    """A policy that delays the second turns of the episodes of step 3 until it has new weights.
+
+    So the two turns of these episodes are sampled with different weights.
+    """
 
     late = frozenset(RolloutId(3, group, member).request_seed(SEED, 1) for group in range(4) for member in range(2))
 

@@ -24,7 +24,7 @@ OURS = ["reward", "mean", "std", "rollout_std", "sample_mean", "total", "count",
 
 
 def step_metrics(outputs: GenerateOutputs) -> dict[str, float]:
-    """Join the metrics of a step as a run does; a name that occurs twice is an error."""
+    """Merge the metrics of a step into one dictionary, as a run does. It is an error if a name occurs twice."""
     built = build_batch(outputs, TurnsAsSamples(), BatchSettings(max_sequence_tokens=64))
     return merged(batch=batch_report(built.samples), built=built.metrics, rollouts=rollout_metrics(outputs))
 

@@ -37,7 +37,7 @@ PROMPT = "What colour is it?"
 
 
 def byte_tokenizer(first: str) -> Tokenizer:
-    """Make a tokenizer with one token per byte and <end> with id 256; the letters of `first` have the first ids."""
+    """Make a tokenizer with one token per byte, and <end> with id 256. The letters of `first` have the first ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda letter: (letter not in first, letter))
     made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,10 @@ def byte_tokenizer(first: str) -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Make a tokenizer whose words begin with a mark, which is a space except at the start; other bytes are tokens."""
+    """Make a tokenizer with a few words as tokens, and a token for every byte.
+
+    Words begin with a mark. It is decoded as a space, except at the start of a text.
+    """
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁it", "▁is", "▁red", "▁"]
     made = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)

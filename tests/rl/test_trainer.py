@@ -133,8 +133,10 @@ def run(folder: Path) -> list[dict[str, float]]:
 
 
 def reward(environment: Any) -> None:
-    """Replace the rewards of an environment by rewards that an untrained model can earn, such as the number of letters
-    e in the answer. It could not earn rewards for naming colors."""
+    """Replace the rewards of `environment` by rewards that an untrained model can earn.
+
+    One of them is the number of letters e in the answer. An untrained model could not earn rewards for naming colors.
+    """
     played = environment.episode
 
     def episode(task: Any) -> Any:
@@ -246,7 +248,7 @@ def test_without_groups_advantage_is_relative_to_whole_step(
 
 
 class MinimalAdapter(MultimodalAdapter):
-    """An adapter as a user may write it, with only `build_batch`, which makes `copies` rows per trajectory."""
+    """An adapter such as a user may write. Its only method `build_batch` makes `copies` rows per trajectory."""
 
     def __init__(self, tiny: Tiny, copies: int = 1, shift: int = 0) -> None:
         super().__init__(tiny.processor)

@@ -55,7 +55,7 @@ def train(file: str) -> None:
 
 
 def fork(rank: int, processes: int, rendezvous: str, cases: str, work: Callable[[str], None]) -> int:
-    """Fork a process that runs `work` as rank `rank`, and return its PID."""
+    """Fork a process that calls `work` with the file `cases` as rank `rank`. Return its PID."""
     if child := os.fork():
         return child
     try:
@@ -83,7 +83,10 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
 
 
 def run_script(folder: Path, script: str) -> tuple[int, str]:
-    """Run a script as two ranks on gloo, with `folder` as its argument; return its exit code and the end of its log."""
+    """Run a script as two ranks on gloo; its argument is `folder`.
+
+    Return its exit code and the end of its log.
+    """
     (folder / "script.py").write_text(script)
     rendezvous, arguments = private_folder(folder / "rendezvous"), [folder / "script.py", folder]
     program = TrainerProcesses(processes=2, threads=1).start(arguments, rendezvous=rendezvous, log=folder / "log")

@@ -27,7 +27,8 @@ def read(folder: Path) -> Tensors:
 def rewrite(path: Path, prefix: str, change: Callable[[Tensors], Any]) -> None:
     """Replace the tensors whose names start with `prefix` by the result of `change`.
 
-    `change` gets and returns them by name without the prefix; it may also change its argument and return None.
+    `change` gets a dictionary of these tensors, whose keys are the names without the prefix. It returns such a
+    dictionary, or changes its argument and returns None.
     """
     tensors = read(path / TENSORS)
     chosen = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -12,7 +12,7 @@ from armature.components.training.gradient_sums import GradientSums, sum_in_fp32
 
 
 class Tied(nn.Module):
-    """A model with an embedding tied to its head, a layer, and a layer that is used only if `late`."""
+    """A model with an embedding tied to its head, and two layers. One of them is used only if `late` is True."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 def summed(model: Tied, sums: GradientSums | None, device: str = "cpu") -> dict[str, Tensor]:
-    """Return the summed gradients of three micro-batches; only the last one uses the late layer."""
+    """Return the gradients by name, summed over three micro-batches. Only the last one uses the late layer."""
     random = torch.Generator().manual_seed(1)
     for late in (False, False, True):
         ids = torch.randint(11, (5, 7), generator=random).to(device)

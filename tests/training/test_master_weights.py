@@ -37,7 +37,10 @@ def test_split_rounds_ties_away_from_zero() -> None:
 def optimized(
     device: str = "cpu", lr: float = 1e-6, steps: int = 50, clip: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights after some steps of the optimizer with masters, and of torch's AdamW in fp32."""
+    """Train the same weights with two optimizers for some steps, and return both results.
+
+    The first is the optimizer with master weights, the second is torch's AdamW in fp32.
+    """
     start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
     ours.grad_dtype = torch.float32

@@ -114,7 +114,10 @@ def test_quantizes_large_tensor_in_parts() -> None:
 
 
 def by_hand(weight: np.ndarray[Any, Any], gradients: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Return the weight after AdamW updates in float64, with moments rounded to the nearest code after each."""
+    """Return the weight after AdamW updates in float64.
+
+    After each update the moments are rounded to the nearest code.
+    """
 
     def rounded(moment: np.ndarray[Any, Any], codes: Codes, least: int) -> np.ndarray[Any, Any]:
         values, flat, blocks = np.array(codes.values), moment.reshape(-1), []

@@ -87,7 +87,7 @@ def test_averaged_sets_moving_average_and_restores_weights() -> None:
 
 
 def updated(dtype: torch.dtype, **options: Any) -> tuple[nn.Parameter, CompensatedAdamW]:
-    """Return a parameter with enough elements for 8-bit moments, and its optimizer, after two updates."""
+    """Make a parameter with enough elements for 8-bit moments, and its optimizer. Return both after two updates."""
     parameter = nn.Parameter(torch.randn(70, 60, generator=torch.Generator().manual_seed(0)).to(dtype))
     parameter.grad_dtype = torch.float32 if options.get("masters") else dtype
     optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-2}], **HYPER, **options)

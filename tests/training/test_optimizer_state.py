@@ -37,7 +37,10 @@ OPTIMIZERS = {"adamw": adamw, "policy": policy_adamw}
 
 
 def small(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Any:
-    """Make a learner with two trained parameters of different shapes, and a layer that never gets a gradient."""
+    """Make a learner whose model has two trained parameters of different shapes.
+
+    A further layer of the model never gets a gradient.
+    """
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "idle": nn.Linear(2, 2)}).to(dtype)
     return SimpleNamespace(

@@ -72,7 +72,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of running SCRIPT on two ranks: both called collectives, and then the second rank was killed.
+    """The result of running SCRIPT on two ranks. Both call collectives, and then the second rank is killed.
 
     `code` and `log` are the exit code and the last lines of the log.
     """

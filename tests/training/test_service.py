@@ -89,17 +89,17 @@ def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, byt
 
 @dataclass(frozen=True)
 class Trained:
-    """A running service and the results of its first steps."""
+    """A running service, and the results of the steps it has made."""
 
     trainer: TrainerClient
     metrics: list[dict[str, float]]
-    """Metrics of each step."""
+    """Metrics of each step, in order."""
     scores: list[npt.NDArray[np.float32]]
     """Log-probs of the samples of batch 3 under the weights after step 2."""
     middle: Path
     """Folder of the weights after step 2."""
     final: dict[str, bytes]
-    """The weights after the last step."""
+    """The weights after the last step, as bytes by name."""
 
 
 def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int) -> Trained:
@@ -112,14 +112,14 @@ def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int)
 
 @pytest.fixture(scope="module")
 def straight(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """A service of one rank after four steps."""
+    """A service of one rank that has made four steps without interruption."""
     with start("straight", workers=1) as trainer:
         yield train(trainer, batches, tmp_path_factory.mktemp("straight"), steps=4)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """A service of two ranks after two steps."""
+    """A service of two ranks that has made two steps."""
     with start("two-ranks", processes=2) as trainer:
         yield train(trainer, batches, tmp_path_factory.mktemp("two-ranks"), steps=2)
 

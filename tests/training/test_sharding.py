@@ -34,7 +34,7 @@ FORKED = Path(__file__).with_name("forked.py")
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of a training, and the numbers of its batches."""
+    """The settings of a training, and the numbers of the batches it trains on."""
 
     lora: LoraSettings | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Result:
 
 
 class Runs:
-    """Trains cases on ranks that are forked from one running program."""
+    """Trains cases on several ranks, which are processes forked from one running program."""
 
     def __init__(self, tiny: Tiny, root: Path, program: subprocess.Popen[str]) -> None:
         self.tiny, self.root, self.program = tiny, root, program
@@ -102,9 +102,9 @@ class Runs:
         """Train the cases `names` and return their results.
 
         Args:
-            processes: ranks on each node. They shard the model, or with `copied` have a copy each.
+            processes: number of ranks on each node. They shard the model, or with `copied` each has a copy.
             nodes: number of nodes; each of several nodes has a copy of the model.
-            sharing: ranks that share each sequence.
+            sharing: number of ranks that share each sequence.
         """
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
         machine = make_machine(
@@ -168,13 +168,13 @@ def one_rank(runs: Runs) -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def two_ranks(runs: Runs) -> dict[str, Result]:
-    """Results of two ranks that shard the model, after step 2."""
+    """Results after step 2 of two ranks that shard the model."""
     return runs.run(CASES.keys() - {*SHARED, *COPIED}, processes=2, most_batches=2)
 
 
 @pytest.fixture(scope="module")
 def resumed(runs: Runs, two_ranks: dict[str, Result]) -> dict[str, Result]:
-    """Results of two new ranks that resumed after step 2 and made step 3."""
+    """Results of two new ranks that resumed from the checkpoint after step 2 and made step 3."""
     return runs.run(RESUMED, processes=2)
 
 
@@ -271,7 +271,7 @@ def test_checkpoint_of_two_ranks_resumes_on_other_number_of_ranks(
 
 @pytest.fixture(scope="module")
 def two_nodes(runs: Runs) -> dict[str, Result]:
-    """Results of step 3 on two nodes of two ranks, which resumed from their checkpoint after step 2."""
+    """Results of step 3 on two nodes with two ranks each, which resumed from their own checkpoint after step 2."""
     runs.run(RESUMED, processes=2, most_batches=2, suffix=" of 2 nodes", nodes=2)
     return runs.run(RESUMED, processes=2, suffix=" of 2 nodes", nodes=2)
 
@@ -315,7 +315,7 @@ def test_checkpoint_of_two_nodes_resumes_on_other_number_of_nodes(
 
 @pytest.fixture(scope="module")
 def shared(runs: Runs) -> dict[str, Result]:
-    """Results of two ranks that share each sequence, after step 2."""
+    """Results after step 2 of two ranks that share each sequence."""
     return runs.run(SHARED, processes=2, most_batches=2, suffix=" shared", sharing=2)
 
 

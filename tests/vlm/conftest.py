@@ -42,7 +42,7 @@ VALUES: dict[str, Any] = {
 
 
 def trainer_settings(**changes: Any) -> TrainerSettings:
-    """Return the trainer settings of the tests, in which `changes` replace fields."""
+    """Return the trainer settings that tests use, with the fields in `changes` replaced."""
     length = {"dr_grpo_length": 8} if changes.get("aggregation") == "dr_grpo" else {}
     return TrainerSettings.model_validate(VALUES | length | changes)
 
@@ -81,7 +81,10 @@ class Tiny:
     def policy(
         self, model: dict[str, Any] | None = None, temperature: float = 1.0, **trainer: Any
     ) -> TrainerPolicySettings:
-        """Return settings of a trainer service for this checkpoint, with changed settings of model and trainer."""
+        """Return the settings of a trainer service for this checkpoint.
+
+        The arguments `model` and `trainer` replace settings of these sections.
+        """
         return TrainerPolicySettings(
             model_path=self.folder,
             model=model_settings(**(model or {})),
@@ -91,8 +94,10 @@ class Tiny:
         )
 
     def samples(self, n: int, seed: int, n_images: tuple[int, ...] = (1, 0, 2)) -> list[Sample]:
-        """Return `n` samples in groups of two. The two members of a group have the same images. Completions have 3 to 9
-        random tokens."""
+        """Return `n` samples in groups of two.
+
+        Both members of a group have the same images. Completions have 3 to 9 random tokens.
+        """
         return [self._sample(i, seed, n_images[(i // 2) % len(n_images)]) for i in range(n)]
 
     def _sample(self, index: int, seed: int, n_images: int) -> Sample:
@@ -135,7 +140,7 @@ def open_tiny(folder: Path) -> Tiny:
 
 
 def learner_of(tiny: Tiny, model: Any = None, **changes: Any) -> Learner:
-    """Make a learner of the tiny checkpoint, or of `model`, with changed settings."""
+    """Make a learner of the tiny checkpoint, or of `model`. The arguments `changes` replace trainer settings."""
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     settings = trainer_settings(**changes)
     return Learner(model or tiny.model(), settings, temperature=1.0, forbidden_token_ids=forbidden)
@@ -183,7 +188,7 @@ def assert_same_step(one: Stepped, other: Stepped) -> None:
 def worker_of(
     tiny: Tiny, folder: Path, trainer: dict[str, Any] | None = None, transfer: str = "file", **model: Any
 ) -> TrainerWorker:
-    """Make the worker of one trainer rank in this process, with changed settings of trainer and model."""
+    """Make the worker of a trainer service with one rank, in this process. `trainer` and `model` replace settings."""
     policy = tiny.policy(model, temperature=0.5, **(trainer or {}))
     folder.mkdir(exist_ok=True)
     return TrainerWorker(
@@ -193,7 +198,10 @@ def worker_of(
 
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory) -> Callable[..., Tiny]:
-    """A function that makes tiny checkpoints by family name, with tied embeddings or other sizes, each only once."""
+    """A function that makes a tiny checkpoint of a family, with tied embeddings or other sizes if asked.
+
+    A checkpoint is made only once and then returned again.
+    """
     made: dict[tuple[Any, ...], Tiny] = {}
 
     def make(family: str, tied: bool = False, **sizes: int) -> Tiny:

@@ -29,8 +29,10 @@ from tests.vlm.conftest import Tiny, open_tiny
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the samples to compute with it. `window` is the length in tokens of the layers' sliding attention
-    window; None: no window."""
+    """A model, and samples for which ranks compute log-probs and gradients.
+
+    `window` is the length in tokens of the sliding attention window in the model's layers; None means no window.
+    """
 
     folder: Path
     samples: list[Sample]
@@ -66,7 +68,10 @@ def packed(case: Case, tiny: Tiny, policy: Policy, ranks: Ranks) -> tuple[Any, A
 def results(
     policy: Policy, batches: list[tuple[Any, Any]], count_saved: Callable[[nn.Module], Any]
 ) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Return log-probs and entropies of all rows, the gradient of a weighted sum, and the bytes saved for backward."""
+    """Compute the rows of all batches.
+
+    Return their log-probs and entropies, the gradient of a weighted sum of these, and the bytes saved for backward.
+    """
     policy.zero_grad()
     outputs, most = [], 0
     for batch, packing in batches:
@@ -81,7 +86,7 @@ def results(
 
 @contextmanager
 def kept_for_backward(policy: nn.Module) -> Iterator[dict[int, int]]:
-    """Count the bytes that autograd saves within this block, by address; weights are not counted."""
+    """Count the bytes that autograd saves within this block, by memory address. Weights are not counted."""
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     sizes: dict[int, int] = {}
 

@@ -26,7 +26,10 @@ class Case:
     seed: int = 0
 
     def make(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
-        """Make a head whose logits have a standard deviation of 3, hidden states, targets and forbidden tokens."""
+        """Make a head, hidden states, targets, and a mask of forbidden tokens.
+
+        The logits that the head computes have a standard deviation of 3.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         head = nn.Linear(self.depth, self.vocabulary, bias=self.bias)
         with torch.no_grad():
@@ -43,7 +46,10 @@ class Case:
 def reference(
     case: Case, head: nn.Linear, hidden: Tensor, targets: Tensor, forbidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs (0 for tokens without probability), entropies, and a mask of tokens with probability."""
+    """Compute log-probs and entropies in a simple way.
+
+    Return log-probs (0 for targets without probability), entropies, and a mask of targets that have a probability.
+    """
     z = hidden @ head.weight.T
     if head.bias is not None:
         z = z + head.bias
@@ -63,7 +69,7 @@ def reference(
 def compare(
     backend: str, case: Case, dtype: torch.dtype, *, values: float, gradients: float, device: torch.device = CPU
 ) -> None:
-    """Compare a backend with `reference`.
+    """Compare the results of a backend with the results of `reference`.
 
     Args:
         values: largest absolute error of log-probs and entropies.
@@ -117,7 +123,7 @@ ODD = [
 
 
 def check_unused(backend: str, chunk_tokens: int = 2) -> None:
-    """Check the gradient if only the log-probs, or only the entropies, are used."""
+    """Check a backend's gradient when a loss uses only the log-probs, or only the entropies."""
     case = Case(9, 50, 12)
     for used in (0, 1):
         head, hidden, _, forbidden = case.make(CPU, torch.float32)

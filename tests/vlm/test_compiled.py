@@ -61,7 +61,10 @@ def test_compiled_layers_equal_plain_layers(tiny):
 
 
 def saved_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int, list[torch.Tensor]]:
-    """Run a vision tower; return the number of elements that autograd saves without weights, outputs and gradients."""
+    """Run a vision tower on `pixels`.
+
+    Return the number of elements that autograd saves (weights are not counted), and a list of outputs and gradients.
+    """
     tower = model.get_submodule(family_of(model.config).vision[0])
     weights, sizes = {parameter.data_ptr() for parameter in tower.parameters()}, list[int]()
 

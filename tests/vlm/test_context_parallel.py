@@ -41,7 +41,7 @@ from .context_ranks import Case, kept_for_backward, packed, policy_of, results
 from .test_packing import conversations
 
 SIZES = {"hidden_size": 128, "heads": 4, "key_value_heads": 2}
-"""With two key-value heads, four ranks have to repeat each of them."""
+"""Sizes of a model with two key-value heads, so that four ranks have to repeat each of these heads."""
 CASES = (*FAMILIES, *("text", "five tokens", "adapters in the tower", "frozen tower", "recomputed", "windows", "long"))
 ON_FOUR = ("qwen2.5-vl", "qwen3-vl", "pixtral", "molmo2", "text", "five tokens", "adapters in the tower", "long")
 EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")
@@ -50,16 +50,19 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Ran:
-    """The results of a case on several ranks."""
+    """The results that several ranks computed for one case."""
 
     ranks: list[Any]
-    """For each rank: names of parameters with a gradient, bytes saved for backward, log-probs and entropies."""
+    """For each rank a tuple of its results.
+
+    They are the names of parameters with a gradient, the bytes saved for the backward pass, log-probs and entropies.
+    """
     gradient: dict[str, torch.Tensor]
-    """Gradients summed over the ranks."""
+    """Gradients by parameter name, summed over the ranks."""
 
 
 def long_row(tiny: Tiny) -> list[Sample]:
-    """Return a conversation extended by text to 1,536 tokens."""
+    """Return one sample: a conversation that text extends to 1,536 tokens."""
     sample = conversations(tiny)[0]
     more = 1536 - len(sample.input_ids)
     padding = {
@@ -100,7 +103,7 @@ def cases(make_tiny) -> dict[str, Case]:
 
 
 class Together:
-    """Computes cases on ranks that are forked from one running program."""
+    """Computes cases on several ranks, which are processes forked from one running program."""
 
     def __init__(self, root: Path, program: subprocess.Popen[str]) -> None:
         self.root, self.program = root, program

@@ -23,7 +23,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sample]:
-    """Replace the sampler's log-probs of samples by the trainer's."""
+    """Return the samples with the trainer's log-probs in place of the sampler's."""
     pairs = zip(samples, score(learner, tiny, samples), strict=True)
     return [replace(sample, behavior_logprobs=logprobs) for sample, logprobs in pairs]
 
@@ -49,7 +49,7 @@ def test_update_does_not_depend_on_micro_batches(tiny, aggregation):
 
 
 def with_advantages(samples: list[Sample]) -> list[Sample]:
-    """Set each token's advantage to its sample's reward less the mean reward."""
+    """Return the samples with advantages: each token gets its sample's reward minus the mean reward of all samples."""
     mean = np.mean([one.reward for one in samples])
     values = [np.where(one.loss_mask, one.reward - mean, 0).astype(np.float32) for one in samples]
     return [replace(one, advantages=value) for one, value in zip(samples, values, strict=True)]

@@ -137,7 +137,7 @@ def test_gradient_checkpointing_works_without_training_mode(tiny):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors; the process's memory would include what malloc has not returned."""
+    """Counts the bytes of live tensors. The process's memory would also include freed bytes that malloc keeps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def server_machine(port: int | None = None) -> Machine:
-    """Settings of a server that the test starts and the pool joins."""
+    """Return settings of a machine with a server that the test starts itself and the pool joins."""
     paths = os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])
     return make_machine(
         servers__python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
@@ -53,13 +53,13 @@ def trainer_machine() -> Machine:
 
 
 def used_memory() -> str:
-    """Return the used memory of each GPU."""
+    """Return a text with the used memory of each GPU."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
     return ", ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
 
 
 class Run:
-    """A trainer with a batch for each version, and a pool that joins one server."""
+    """A trainer with one batch for each version of the weights, and a server pool that has joined one server."""
 
     def __init__(self, tiny: Tiny, folder: Path) -> None:
         self.folder = folder

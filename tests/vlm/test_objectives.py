@@ -50,7 +50,7 @@ def run(tokens: Tokens, values: TrainerSettings, reference: torch.Tensor | None 
 
 
 def numpy_loss(objective: dict[str, Any], lp: Any, b: Any, adv: Any, aggregation: str) -> tuple[float, Any]:
-    """Compute the loss and its gradient with respect to lp by hand."""
+    """Compute in NumPy the loss of an objective and its gradient with respect to the log-probs `lp`."""
     loss, grad = np.zeros(len(lp)), np.zeros((len(lp), len(lp)))
     for t, row in enumerate(ROWS):
         same = row == ROWS

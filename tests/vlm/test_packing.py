@@ -31,14 +31,14 @@ from tests.images import noise
 from .conftest import LORA, Tiny, assert_same_step, learner_of, step, stepped, trainer_settings
 
 IMAGE_TOKENS = (1, 2, 3)
-"""Number of tokens of each image in generated rows."""
+"""Numbers of tokens that the images in generated rows have."""
 IMAGE, START = 9, 8
-"""The id of image tokens, and of the token before an image, which must not be separated from it either."""
+"""The id of image tokens, and the id of the token before an image. A cut must not separate the two."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of texts and images, in order."""
+    """A row of generated texts and images, in order."""
 
     parts: tuple[tuple[int, ...] | int, ...]
 
@@ -158,7 +158,7 @@ def _image(tiny: Tiny, seed: int, size: tuple[int, int]) -> ImageRef:
 
 
 def conversations(tiny: Tiny) -> list[Sample]:
-    """Return conversations with shared prefixes of different lengths, and with two, one or no images."""
+    """Return samples of conversations, which have shared prefixes of different lengths, and two, one or no images."""
     sizes = [(84, 56), (56, 112), (56, 112), (112, 56)]
     a, b, c, upright = (_image(tiny, seed, size) for seed, size in enumerate(sizes))
     question = {"type": "text", "text": "What colour?"}
@@ -189,7 +189,7 @@ def conversations(tiny: Tiny) -> list[Sample]:
 
 
 def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return log-probs and entropies of all rows, and the gradient of a weighted sum of them."""
+    """Return log-probs and entropies of all rows, and the gradients of their weighted sum by parameter name."""
     policy.zero_grad()
     outputs = []
     for batch, packing in batches:
@@ -201,7 +201,7 @@ def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[to
 
 
 def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_path: Any) -> None:
-    """Check that all rows packed and each row alone give the same results in fp32, within a relative 1e-6."""
+    """Check that packing all rows together gives the same results as each row alone, in fp32 within a relative 1e-6."""
     forbidden = sorted(tiny.collator.forbidden_token_ids)
     policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden, packing=True)
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)

@@ -35,12 +35,15 @@ CODES = np.array(
     ),
     np.float32,
 )
-"""The NF4 codes from QLoRA's appendix E, to eight digits."""
+"""The 16 NF4 codes from appendix E of the QLoRA paper, rounded to eight digits."""
 LORA = LoraSettings(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 
 
 def stands_for(weight: torch.Tensor) -> torch.Tensor:
-    """Round a weight to NF4 and back: the nearest code times the largest of each 64 numbers, in its dtype."""
+    """Return the numbers for which a weight's NF4 codes stand, in the weight's dtype.
+
+    Each number is the nearest code times the largest absolute value in its block of 64 numbers.
+    """
     blocks = weight.float().numpy().reshape(-1, 64)
     largest = np.abs(blocks).max(1, keepdims=True)
     nearest = np.abs((blocks / np.where(largest, largest, 1))[..., None] - CODES).argmin(-1)
@@ -77,7 +80,10 @@ def test_nf4_layer_saves_no_dequantized_weight():
 
 
 def learners(tiny: Tiny, folder: Path, **changes: Any) -> tuple[Learner, Learner]:
-    """Make a learner in 4 bits, and one with plain layers and the dequantized weights, with equal adapters."""
+    """Make two learners with equal adapters.
+
+    The first has a model in 4 bits. The second has plain layers with the dequantized weights.
+    """
     made = []
     for quantization in ("nf4", None):
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ SERVERS = [Endpoint("http://127.0.0.1:1", "key"), Endpoint("http://127.0.0.1:2",
 
 
 class Recorder:
-    """A weight sender that records the tensors it gets. Any package may register a sender like this."""
+    """A weight sender that only records the tensors it gets. Any package may register such a sender."""
 
     made: list[Recorder]
     fails = False

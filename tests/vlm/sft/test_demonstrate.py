@@ -18,7 +18,10 @@ from tests.refusals import refused
 
 
 class Counting:
-    """An environment in which 1, 2, 3 must be said, for a third of the reward each. A task has its own answers."""
+    """An environment in which the answers must be 1, 2, 3. Each right answer earns a third of the reward.
+
+    The demonstration of a task gives the answers in the task's payload.
+    """
 
     name = "counting"
     system_prompt = "Count."
@@ -53,7 +56,7 @@ class CountingEpisode:
 
 
 class Letters:
-    """A prompt writer whose tokens are bytes; an answer ends with 0."""
+    """A prompt writer whose tokens are the bytes of a text. The token 0 ends an answer."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
         text = "".join(

@@ -22,7 +22,7 @@ from tests.vlm.sft.test_stage import VALUES
 
 
 class CountingTrainer:
-    """A trainer whose weights are the list of their batches. It dies once in each of the commands `dies_at`."""
+    """A trainer whose weights are the list of batches it was trained on. It dies once in each command of `dies_at`."""
 
     def __init__(self, *dies_at: int | str) -> None:
         self.weights: list[list[str]] = []
