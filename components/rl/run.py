@@ -77,7 +77,7 @@ class RunParts:
     workers: RolloutWorkers | None = None
     """Processes that play the rollouts of steps; None plays them in this process."""
     adapters: bool = False
-    """Servers get only the adapters of a new version; the pool must be set up for it."""
+    """True if servers get only the adapters of a new version. The server pool must be set up for it."""
 
 
 class RLRun(TrainingRun):

@@ -96,7 +96,8 @@ class OverlappedAllReduce:
     All ranks must start the same all-reduces in the same order. The order is the one in which rank 0 got its gradients
     in the previous update, followed by parameters that only other ranks reached. A gradient that has not arrived yet
     blocks those behind it. If a rank gets no gradient for a parameter, it counts as zero, and its sum starts in
-    `finish`. So the first update overlaps nothing, and a parameter that is no longer reached is summed once more.
+    `finish`. So nothing overlaps in the first update, and a parameter that no longer gets gradients on any rank is
+    summed once more.
 
     Between `start` and `finish` no host may wait for another rank: its GPU may be waiting for an all-reduce that the
     other host has not started, which would be a deadlock.

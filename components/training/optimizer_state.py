@@ -173,9 +173,10 @@ def _keep_for(lent: State, stream: torch.cuda.Stream) -> None:
 
 
 class InEightBits(OnDevice):
-    """Keeps both moments in 8 bits with one scale per block of 256 (https://arxiv.org/abs/2110.02861), all else plain.
+    """Keeps both moments in 8 bits with one scale per block of 256 numbers, and all other states plain.
 
-    A second moment above 0 is never rounded to 0, because an update divides by its root.
+    Source: https://arxiv.org/abs/2110.02861. A second moment above 0 is never rounded to 0, because an update divides
+    by its root.
     """
 
     def slots(self, plain: Slots) -> dict[str, TensorSpec]:
@@ -278,7 +279,9 @@ def empty_state(
 
 
 def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
-    """Check the update counts (slot "step") of parameters, each with the parameter's name.
+    """Check that update counts (slot "step") are positive whole numbers.
+
+    `counts` has a pair of a parameter's name and its update count for each parameter.
 
     Raises:
         DataError: a count is not a positive whole number.

@@ -43,10 +43,11 @@ The gloo call on the host times out first, and its error tells which rank is los
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as number `rank` of `size` that train one model together.
+    """This process as one of `size` processes that train one model together; `rank` is its number.
 
     `device` is where it computes. `group` is a gloo process group for small Python objects, None if there is one rank.
-    `context` are the ranks that share each sequence with this one (context parallelism); None if it shares none.
+    `context` describes the ranks that share each sequence with this one (context parallelism); None if no sequence is
+    shared.
 
     A rank that died is noticed by its parent process. A rank that is cut off from the network is noticed by the others
     after `timeout` in a collective.

@@ -20,7 +20,7 @@ from armature.components.vlm.settings import TrainerSettings
 
 
 class ProbeReply(BaseModel):
-    """The reply to a probe, with the fields of a `ProbeAnswer`."""
+    """The reply of a trainer service to a probe. It has the fields of a `ProbeAnswer`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

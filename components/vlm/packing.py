@@ -154,7 +154,7 @@ def packing_of(
         ranks: number of ranks that share the sequence.
 
     Raises:
-        DataError: rows with a shared prefix differ from within an image on.
+        DataError: two rows with a shared prefix begin to differ within an image.
     """
     segments, paths = tree(contents, whole)
     lengths = [segment.end - segment.start for segment in segments]
@@ -273,10 +273,11 @@ def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
 def micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, ranks: int = 1
 ) -> list[MicroBatch]:
-    """Plan padded micro-batches of `rows` of `samples`, longest first: rows * longest <= max_tokens in each.
+    """Plan padded micro-batches for the samples at the positions `rows`, longest samples first.
 
-    Lengths include image tokens, which the server expanded. A sample longer than `max_tokens` is alone. For several
-    `ranks`, which all get equally many micro-batches, their sizes are as even as their number allows.
+    In each micro-batch, the number of rows times the length of the longest one is at most `max_tokens`. Lengths include
+    image tokens, which the server expanded. A sample longer than `max_tokens` is alone. For several `ranks`, which all
+    get equally many micro-batches, their sizes are as even as their number allows.
     """
     lengths = {row: len(samples[row].input_ids) for row in rows}
     order = sorted(rows, key=lambda row: (-lengths[row], row))
@@ -297,7 +298,7 @@ def micro_batches(
 def packed_micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, image_token: int, ranks: int = 1
 ) -> list[MicroBatch]:
-    """Plan packed micro-batches of `rows` of `samples`, with at most `max_tokens` packed tokens in each.
+    """Plan packed micro-batches for the samples at the positions `rows`, each with at most `max_tokens` packed tokens.
 
     Samples with a shared prefix are put together, and the prefix counts once. A sample longer than `max_tokens`
     is alone. For one rank, a full micro-batch is cut in its second half, where neighboring samples have least in

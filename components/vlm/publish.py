@@ -187,8 +187,9 @@ class Publisher:
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that `publish` writes, on the model's device; sharded weights as DTensors.
 
-        They have their names in checkpoint files. An exception is Molmo2, whose files have tensors that are joined and
-        cut from the model's: there the names and tensors are the model's own, which servers accept too.
+        They have their names in checkpoint files. Molmo2 is an exception, because the tensors in its files are made by
+        joining and cutting the model's tensors. For Molmo2 the names and tensors are the model's own, which servers
+        accept too.
         """
         base = base_model(cast(Any, model))
         weights = self._weights(cast(Any, model), Tensor.detach)

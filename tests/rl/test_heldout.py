@@ -138,7 +138,7 @@ class NoPreflight:
 
 
 def policy_of(solved: Sequence[int], **attributes: Any) -> Examined:
-    """Make a policy that solves `solved[i]` tasks after step 2 i."""
+    """Make a policy that solves `solved[i]` tasks with the weights after step 2 * i."""
     policy = Examined()
     policy.solved = {2 * number: count for number, count in enumerate(solved)}
     for name, value in attributes.items():

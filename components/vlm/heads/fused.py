@@ -84,8 +84,8 @@ class FusedHead(LinearHead):
     def _can_keep(self, dtype: torch.dtype) -> bool:
         """Check that exp(z - m) can be stored in `dtype`.
 
-        In fp16 it cannot: below z - m = -17 it is 0. With a softcap it cannot if it may become 0, because the slope of
-        the softcap is computed from it.
+        In fp16 it cannot be stored, because it becomes 0 if z - m is below -17. With a softcap it must not become 0 in
+        any dtype, because the slope of the softcap is computed from it.
         """
         cap, temperature = self.settings.softcap, self.settings.temperature
         return dtype != torch.float16 and (cap is None or 2 * cap / temperature < 80)

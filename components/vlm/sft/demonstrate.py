@@ -140,10 +140,12 @@ async def demonstrate(
     machine: Machine,
     report: Callable[[int], None],
 ) -> GenerateOutputs:
-    """Play one demonstration of each task, in the order of the tasks. One that misses its goal becomes a failure.
+    """Play one demonstration of each task, in the order of the tasks.
+
+    A demonstration that misses its goal becomes a failure.
 
     Args:
-        success_reward: the reward from which on a demonstration has reached its goal.
+        success_reward: the smallest reward with which a demonstration has reached its goal.
         report: called with the number of finished demonstrations after each one.
     """
     allow_episodes(machine.limits.max_concurrent)
