@@ -72,7 +72,7 @@ class StepUnits(Protocol):
         """Add the metrics of `step` to the history.
 
         Args:
-            metrics: what the trainer and the loop measured in this step.
+            metrics: the metrics that the trainer and the loop measured in this step.
 
         Returns:
             The complete row: `metrics`, and further metrics of the step's rollouts, batch and evaluation.

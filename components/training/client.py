@@ -45,7 +45,7 @@ DEATH = 30.0
 POLL = 0.05
 """Seconds between two checks of a process or a file."""
 MAX_RESTARTS = 3
-"""Number of times that a trainer which died is restarted for one call. After that the call fails."""
+"""Number of restarts of a dead trainer during one call. If it dies once more, the call fails."""
 
 
 class ServiceClient:
