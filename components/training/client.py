@@ -298,8 +298,7 @@ def with_restarts(
     Args:
         done: number of the step whose weights `ask` needs.
         replay: function that applies the step with a given number again. A restarted trainer resumes from its newest
-            checkpoint; the steps up to `done`
-            that the checkpoint lacks are replayed.
+            checkpoint; the steps up to `done` that the checkpoint lacks are replayed.
 
     Raises:
         TrainerError: the trainer failed but is still running, or it died `MAX_RESTARTS` + 1 times.
@@ -332,8 +331,7 @@ def run_steps(
     Args:
         begin: called before step 1, in a run that does not resume.
         one_step: makes the step with the given number (1, 2, ...), and saves a checkpoint when one is due. After a
-            restart it is called again
-            for steps that the checkpoint lacks.
+            restart it is called again for steps that the checkpoint lacks.
 
     Raises:
         TrainerError: the trainer refuses a command, or dies more than `MAX_RESTARTS` times.

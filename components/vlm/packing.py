@@ -348,7 +348,7 @@ def _packed(
 
 
 def _even(cut: Callable[[int], Sequence[Part]], max_tokens: int, ranks: int) -> Sequence[Part]:
-    """Return the parts that `cut` makes with the smallest token limit for which the rounds do not become more.
+    """Return the parts that `cut` makes with the smallest token limit that does not increase the number of rounds.
 
     A round is one part for each of `ranks` ranks. The limit `max_tokens` determines the number of rounds. The smallest
     limit is found by bisection.
