@@ -13,10 +13,11 @@ from armature.components.rl.config import MultimodalRLConfig
 
 
 class TrainingResult(dict[str, float]):
-    """The metrics of a training's last step. Metrics `heldout/...` are those of the weights in `final`.
+    """The metrics of a training's last step. Metrics named `heldout/...` belong to the weights in `final`.
 
     Attributes:
-        final: the folder of the trained model: of the best evaluation, or without evaluations of the last step.
+        final: the folder of the trained model. It has the weights of the best evaluation, or without evaluations those
+            after the last step.
         best: metrics of the best evaluation, such as `best/accuracy` and `best/step`; empty without evaluations.
         history: metrics of all steps, oldest first. Step 0 has only an evaluation.
     """
@@ -42,7 +43,7 @@ class TrainerEvents(TerminalEvents):
         self._state, self._control = TrainerState(max_steps=config.max_steps), TrainerControl()
 
     def begin(self, done: int) -> None:
-        """Call `on_train_begin` of all callbacks, after step `done`."""
+        """Call the callbacks' method `on_train_begin`. The steps up to `done` are already made."""
         self._state.global_step = done
         self._call("on_train_begin")
 
@@ -59,7 +60,7 @@ class TrainerEvents(TerminalEvents):
             self._call("on_save")
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Call `on_train_end` of all callbacks with the metrics of the trained model."""
+        """Call the callbacks' method `on_train_end` with the metrics of the trained model."""
         self._call("on_train_end", metrics=dict(metrics))
 
     def stopped(self) -> bool:
@@ -67,7 +68,7 @@ class TrainerEvents(TerminalEvents):
         return bool(self._control.should_training_stop)
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
-        """Show a bar, and for every `log_every_steps`-th step a line of metrics."""
+        """Show a progress bar, and print a line of metrics for every `log_every_steps`-th step."""
         super().progress(name, done, total, **postfix)
         every = self._config.log_every_steps
         if name == "Training" and postfix and (done % every == 0 or done in (1, total)):

@@ -22,7 +22,7 @@ ANSWERS = ("answer", "solution", "label")
 
 class _RowSettings(DatasetEnvironmentSettings):
     rewards: tuple[RewardSettings, ...] = ()
-    """Rewards with a name. There are none if all rewards are functions of the program."""
+    """Settings of the rewards that have a name. Empty if all rewards are functions of the program."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class ProgramData:
         return self.heldout is not None or self.heldout_fraction > 0
 
     def write(self, folder: Path, most: int | None) -> WrittenData:
-        """Write the rows to `folder`; see `write_rows`. If training rows have no length, take the first `most` ones.
+        """Write the rows to `folder`; see `write_rows`.
+
+        If the training rows do not have a length, only the first `most` rows are taken.
 
         Raises:
             ConfigurationError: training rows have no length, and `most` is None.
@@ -82,7 +84,7 @@ class ProgramData:
 
 @dataclass(frozen=True)
 class WrittenData:
-    """Rows in a folder, from which environments are made."""
+    """Rows that were written to a folder, and from which environments are made."""
 
     data: ProgramData
     folder: Path
@@ -125,7 +127,7 @@ class WrittenData:
 
     @cached_property
     def callables(self) -> list[CallableReward]:
-        """The rewards that are functions.
+        """The rewards that are functions of the program.
 
         Raises:
             ConfigurationError: a function has a signature that no reward has.
@@ -139,7 +141,10 @@ class WrittenData:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Digests of the rows, their images, and the code of the rewards. Of functions they cover the source text."""
+        """Digests by name of the rows, their images, and the code of the rewards.
+
+        The digest of a reward that is a function covers its source text.
+        """
         digests = DatasetEnvironment.sources(self.settings)
         return digests | {name: digest for each in self.callables for name, digest in each.sources.items()}
 
@@ -157,5 +162,5 @@ class WrittenData:
 
 
 def _named(reward: str) -> dict[str, Any]:
-    """Return the settings of a reward that is named, MODULE:FUNCTION for a function."""
+    """Return the settings of the reward with the name `reward`, which is MODULE:FUNCTION for a function."""
     return {"name": "function", "function": reward} if ":" in reward else {"name": reward}

@@ -52,9 +52,9 @@ JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfl
 """Settings of a server that somebody else started, of which nothing is known: limits as wide as possible, and the least
 precise dtype."""
 LONGEST_SERVED = 8192
-"""Longest prompt and completion together, in tokens, that a server started by the trainer takes."""
+"""Limit of a server that the trainer starts, in tokens: the longest prompt with its completion."""
 SERVED_IMAGES = 16
-"""Largest number of images in a prompt of such a server, if the tasks come from an environment."""
+"""Largest number of images per prompt on a server that the trainer starts, if tasks come from an environment."""
 SHARED_GPU = 0.4
 """Part of a GPU's memory for a server that shares it with the trainer."""
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
@@ -63,7 +63,7 @@ NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
 
 @dataclass(frozen=True)
 class _Opened:
-    """The parts that a trainer needs from its model: what `MultimodalGRPOTrainer` makes when it is first used."""
+    """Parts that `MultimodalGRPOTrainer` makes from its model when the model is first needed."""
 
     model: Any
     tokenizer: Any
@@ -173,7 +173,10 @@ class MultimodalGRPOTrainer:
 
     @cached_property
     def _opened(self) -> _Opened:
-        """The parts of the training, made when they are first used. The learner needs the number of steps."""
+        """The parts that are made from the model when they are first used.
+
+        They include the learner, which needs the number of steps.
+        """
         _ = self._rows
         config, (model, tokenizer, adapter) = self.config, self._arguments
         torch.manual_seed(config.seed)
@@ -382,7 +385,10 @@ class MultimodalGRPOTrainer:
         return rows
 
     def _start_server(self, weights: Path) -> None:
-        """Let the pool start servers: on GPUs all but the trainer's, or beside the trainer if there is only one."""
+        """Let the server pool start servers.
+
+        They get all GPUs but the trainer's. If there is only one GPU, a server shares it with the trainer.
+        """
         gpus = gpu_count()
         serving = tuple((number,) for number in range(1, gpus)) or ((0,),) * gpus
         shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus == 1 else {}

@@ -41,7 +41,7 @@ def rows(**more: Any) -> list[dict[str, Any]]:
 
 
 def small(folder: Path, **options: Any) -> MultimodalRLConfig:
-    """Return options of two groups a step, without a number of steps."""
+    """Return options with two groups per step. The number of steps is not set."""
     values = config(folder, eval_temperature=1.0).model_dump(exclude_defaults=True, exclude={"max_steps"})
     return MultimodalRLConfig(**(values | options))
 
@@ -189,7 +189,7 @@ def test_rejects_rows_and_rewards(
 
 
 def forms(folder: Path) -> dict[str, Any]:
-    """Return the same six rows in all forms, with the images as files for those that cannot hold images."""
+    """Return the same six rows in each form that users may pass. Images are files in forms that cannot hold images."""
     for number, image in enumerate(IMAGES):
         image.save(folder / f"{number}.png")
     paths = [{**row, "image": str(folder / f"{number}.png")} for number, row in enumerate(rows())]
