@@ -28,7 +28,7 @@ DEPLOYMENT_TAG = "deployment:"
 
 @dataclass
 class Provenance:
-    """Fingerprints of the artifacts that one flow run used, by how it got them."""
+    """Fingerprints of the artifacts that one flow run used, by how it got them, and its runs in trackers."""
 
     made: set[str] = field(default_factory=set)
     """Artifacts that the flow run made."""
@@ -36,6 +36,8 @@ class Provenance:
     """Artifacts that were in the store already."""
     remade: set[str] = field(default_factory=set)
     """Artifacts that were in the store and that `machine.force` made again."""
+    trackers: dict[str, str] = field(default_factory=dict)
+    """Where trackers have the runs of its stages, and the name of each tracker."""
 
 
 _provenance_by_flow_run: dict[str, Provenance] = {}

@@ -184,7 +184,8 @@ def report(
         lines.append(f"{'candidate':<16} {promoted}")
     text = "\n".join(f"- `{line}`" for line in lines)
     create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
-    return [*lines, f"{'MLflow':<16} {tracking.page}  {served_by()}"]
+    trackers = [f"{tracker:<16} {place}" for place, tracker in provenance().trackers.items()]
+    return [*lines, *trackers, f"{'MLflow':<16} {tracking.page}  {served_by()}"]
 
 
 def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> dict[str, float]:

@@ -18,7 +18,15 @@ from prefect.states import Completed
 from pydantic import BaseModel
 
 from armature.components.configuration.recipes import Sections
-from armature.components.configuration.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
+from armature.components.configuration.stages import (
+    STAGES,
+    find_made,
+    fingerprint,
+    open_store,
+    refuse_unknown,
+    run_stage,
+)
+from armature.components.configuration.trackers import tracker_places
 from armature.components.contracts.errors import ServerError, TrainerError, WeightSyncError
 from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
@@ -128,7 +136,11 @@ def _make(
         PrefectUnits() as units,
     ):
         tracked_as = str(flow_run.flow_name), f"{deployment_name()} {task_run.name}"
-        return run_stage(name, settings, inputs, machine, events, units, again, begins, tracked_as)
+        made = run_stage(name, settings, inputs, machine, events, units, again, begins, tracked_as)
+    if machine.report_to:
+        places = tracker_places(open_store(machine).workspace(name, made.path.name))
+        provenance().trackers.update({place: tracker for tracker, place in places.items()})
+    return made
 
 
 @contextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from armature.components.contracts.stages import Artifact, Events
 from armature.components.machine.registry import suggestion
 
 STATE = "trackers.json"
-"""File in a stage's workspace with the id of its runs in the trackers and the last step that each tracker has."""
+"""File in a stage's workspace with the id of its runs in the trackers, and by tracker the last step and the place."""
 ROLLOUTS, IMAGES = 8, 4
 """Rollouts in a table, each of another group, and the most images of one rollout."""
 COLUMNS = ("rollout", "task", "images", "prompt", "answer", "reward")
@@ -112,14 +113,90 @@ class TensorBoard:
         self._writer.close()
 
 
-TRACKERS: dict[str, Callable[[TrackerRun, str, int | None], Tracker]] = {"tensorboard": TensorBoard}
+class Trackio:
+    """A run in Trackio's local database, or on the server or Space that its environment variables name."""
+
+    def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            run.project,
+            name=f"{run.name} {run_id}",  # Trackio finds a run to resume by its name
+            config=dict(run.settings),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        self.place = self._run.url or f"trackio show --project {run.project}"
+
+    def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
+        from trackio import Image, Table
+
+        shown = {
+            table: Table(data=[vars(each) | {"images": [Image(image) for image in each.images]} for each in rollouts])
+            for table, rollouts in tables.items()
+        }
+        self._run.log({**values, **shown}, step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
+
+
+class WeightsAndBiases:
+    """A run in Weights & Biases, or in a folder to send later with WANDB_MODE=offline."""
+
+    def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
+        import wandb
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", run.project),
+            name=run.name,
+            id=run_id,
+            resume="allow",
+            dir=run.folder,
+            config=dict(run.settings),
+            reinit="create_new",
+            # Without a limit, finish() would wait for an unreachable server for days.
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=300.0, finish_timeout_raises=True),
+        )
+        # A resumed run has another folder. `wandb sync` sends all that match, in their order, as one run.
+        self.place = f"wandb sync {run.folder}/wandb/*-{run_id}" if self._run.offline else str(self._run.url)
+
+    def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
+        self._run.log({**values, **{table: _wandb_table(rollouts) for table, rollouts in tables.items()}}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _wandb_table(rollouts: Sequence[ShownRollout]) -> Any:
+    """Return a table of Weights & Biases with a column for each image of a rollout."""
+    import wandb
+
+    most = max(len(each.images) for each in rollouts)
+    rows = [
+        [each.rollout, each.task, *map(wandb.Image, each.images), *[None] * (most - len(each.images)), each.prompt,
+         each.answer, each.reward]
+        for each in rollouts
+    ]  # fmt: skip
+    columns = ["rollout", "task", *(f"image {number}" for number in range(most)), "prompt", "answer", "reward"]
+    return wandb.Table(columns=columns, data=rows)
+
+
+TRACKERS: dict[str, Callable[[TrackerRun, str, int | None], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+}
 
 
 def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_to") -> None:
     """Check that the trackers exist and that their packages are installed.
 
     Raises:
-        ConfigurationError: there is no such tracker, or its package is missing.
+        ConfigurationError: there is no such tracker, its package is missing, or no API key is set for Weights & Biases.
     """
     for name in names:
         if name not in TRACKERS:
@@ -136,6 +213,28 @@ def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_t
                 where=where,
                 remedy=install_command(name),
             )
+    if "wandb" in names and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
+            raise ConfigurationError(
+                "Weights & Biases has no API key",
+                code="tracker_key_missing",
+                where=where,
+                remedy="set WANDB_API_KEY in the environment, or WANDB_MODE=offline",
+            )
+
+
+def tracker_places(workspace: Path) -> dict[str, str]:
+    """Return where the trackers have the runs of a stage with this workspace: a URL or a command, by tracker."""
+    places: dict[str, str] = _read_state(workspace).get("places", {})
+    return places
+
+
+def _read_state(workspace: Path) -> dict[str, Any]:
+    """Return what `STATE` has: the id of the runs, the last step and the place by tracker; empty without the file."""
+    path = workspace / STATE
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 @contextmanager
@@ -185,11 +284,10 @@ class TrackedEvents:
 
     def __init__(self, events: Events, names: Sequence[str], run: TrackerRun) -> None:
         self._events, self._run, self._lock = events, run, Lock()
-        self._state = run.workspace / STATE
-        state = json.loads(self._state.read_text()) if self._state.exists() else {}
         # A training that is made again from its beginning has the same fingerprint, but a new workspace and id.
-        self._id: str = state.get("id", f"{run.fingerprint[:12]}-{secrets.token_hex(3)}")
-        self._sinks = {name: _Sink(state.get("sent", {}).get(name)) for name in names}
+        new: dict[str, Any] = {"id": f"{run.fingerprint[:12]}-{secrets.token_hex(3)}", "sent": {}, "places": {}}
+        self._state = _read_state(run.workspace) or new
+        self._sinks = {name: _Sink(self._state["sent"].get(name)) for name in names}
         self._tables: dict[int, dict[str, Path]] = defaultdict(dict)
         self._last: int | None = None
         self._began = False
@@ -237,7 +335,7 @@ class TrackedEvents:
 
     def _send(self, name: str, sink: _Sink) -> None:
         try:
-            sink.tracker = sink.tracker or TRACKERS[name](self._run, self._id, sink.sent)
+            sink.tracker = sink.tracker or TRACKERS[name](self._run, self._state["id"], sink.sent)
             while sink.rows:
                 row = sink.rows[0]
                 folders, row.folders = row.folders, {}  # if an image or a table is refused, try again without it
@@ -246,8 +344,8 @@ class TrackedEvents:
                 sink.tracker.log(row.values, row.step, {table: shown for table, shown in tables.items() if shown})
                 sink.sent = row.step
                 del sink.rows[0]
-                sent = {each: one.sent for each, one in self._sinks.items() if one.sent is not None}
-                write_json(self._state, {"id": self._id, "sent": sent})
+                self._state["sent"][name], self._state["places"][name] = row.step, sink.tracker.place
+                write_json(self._run.workspace / STATE, self._state)
         except Exception as error:  # the library of another project may raise anything, and no run may end for it
             self._warn(name, sink, error)
 

@@ -180,7 +180,7 @@ class Machine(Settings):
     metrics: str | None = Field(None, pattern=ADDRESS)
     """Address (127.0.0.1:9464) where a run serves its metrics to Prometheus; port 0 takes a free port. None: metrics
     are not served. There is no password: anyone who can reach the address can read the metrics."""
-    report_to: tuple[Literal["tensorboard"], ...] = ()
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Trackers that get metrics, settings and some rollouts of each stage, besides MLflow."""
     servers: MachineServers = MachineServers()
     """vLLM servers: how many, their devices and arguments, or the addresses of running ones."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+import sqlite3
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +25,13 @@ from armature.components.artifacts.images import ImageStore, encode_png
 from armature.components.artifacts.json_lines import History
 from armature.components.configuration import stages, trackers
 from armature.components.configuration.stages import TerminalEvents, run_stage
-from armature.components.configuration.trackers import TrackerRun, refuse_missing_trackers, with_trackers
+from armature.components.configuration.trackers import (
+    TrackerRun,
+    refuse_missing_trackers,
+    tracker_places,
+    with_trackers,
+)
 from armature.components.contracts.errors import ServerError
-from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.rollouts.table import write_rollouts
@@ -30,7 +41,6 @@ from tests.refusals import refused
 
 LAST = 5
 RUN = ("train-vlm", "colors train-vlm")
-Curves = dict[int, dict[str, float]]
 
 
 def metrics_of(step: int) -> dict[str, float]:
@@ -43,13 +53,15 @@ class Counting(BaseModel):
     sources: tuple[str, ...] = ("a", "b")
 
 
-def train(settings: Counting, inputs: Mapping[str, Artifact], folder: Path, context: StageContext) -> StageReport:
+def train(
+    root: Path, settings: Counting, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
+) -> StageReport:
     """Train steps 1 to LAST as the loops do: write the history, report metrics and rollouts.
 
     The first attempt dies after it wrote step 3 and before it reported it. The next one reports the steps again that
     the history has, as the training of robot policies does.
     """
-    history, events, (root,) = History(context.workspace / "history.jsonl"), context.events, ROOT
+    history, events = History(context.workspace / "history.jsonl"), context.events
     done = [int(row["step"]) for row in history.read()]
     for step in done:
         if step <= 2:
@@ -65,9 +77,6 @@ def train(settings: Counting, inputs: Mapping[str, Artifact], folder: Path, cont
             raise ServerError("lost")
         events.metrics(metrics_of(step), step)
     return StageReport()
-
-
-ROOT: list[Path] = []
 
 
 def prompt_of(group: int) -> str:
@@ -99,7 +108,7 @@ def played(folder: Path, images: Path) -> Path:
 class TensorBoardFiles:
     """The event files, as TensorBoard reads them."""
 
-    bits = np.float32
+    bits, line_break = np.float32, " "
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -135,63 +144,169 @@ class TensorBoardFiles:
         return np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB"))
 
 
-READERS: dict[str, Callable[[Path], Any]] = {"tensorboard": TensorBoardFiles}
+class TrackioDatabase:
+    """Trackio's database in SQLite, which its dashboard reads, and its folder of media."""
+
+    bits, line_break = float, "\n"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(os.environ["TRACKIO_DIR"])
+        (state,) = (folder / "store/workspaces").glob(f"*/{trackers.STATE}")
+        with closing(sqlite3.connect(self.folder / "train-vlm.db")) as database:
+            rows = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+            configs = dict(database.execute("SELECT run_name, config FROM configs").fetchall())
+        (self.name,) = {name for name, _, _ in rows if json.loads(state.read_text())["id"] in name}
+        self.rows = [(step, json.loads(metrics)) for name, step, metrics in rows if name == self.name]
+        self.config = json.loads(configs[self.name])
+
+    def curves(self) -> list[tuple[int, str, float]]:
+        numbers = [(step, key, value) for step, row in self.rows for key, value in row.items()]
+        return [(step, key, float(value)) for step, key, value in numbers if not isinstance(value, dict)]
+
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in self.config.items() if not name.startswith("_")}
+
+    def tables(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
+        shown = [(step, key, value) for step, row in self.rows for key, value in row.items()]
+        found = {(key, step): value["_value"] for step, key, value in shown if isinstance(value, dict)}
+        for row in (row for rows in found.values() for row in rows):
+            files = [self.folder / "media" / image["file_path"] for image in row["images"]]
+            row["images"] = [np.asarray(Image.open(file).convert("RGB")) for file in files]
+        return found
+
+
+class WandbFolders:
+    """The folders of offline runs, which `wandb sync` sends: all have the same run."""
+
+    bits, line_break = float, "\n"
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+        assert len({file.name for file in self.files}) == 1
+        self.records = [record for file in self.files for record in wandb_records(file.read_bytes())]
+        self.name = self.records_of("run")[0].display_name
+
+    def records_of(self, kind: str) -> list[Any]:
+        return [getattr(each, kind) for each in self.records if each.WhichOneof("record_type") == kind]
+
+    def items(self) -> Iterator[tuple[int, str, list[str], Any]]:
+        """Yield step, name, the keys within a table's description, and value."""
+        for history in self.records_of("history"):
+            for each in history.item:
+                if not each.nested_key[0].startswith("_"):
+                    yield history.step.num, each.nested_key[0], list(each.nested_key[1:]), json.loads(each.value_json)
+
+    def curves(self) -> list[tuple[int, str, float]]:
+        return [(step, name, float(value)) for step, name, within, value in self.items() if not within]
+
+    def settings(self) -> dict[str, Any]:
+        runs = self.records_of("run")
+        config = [{each.key: json.loads(each.value_json) for each in run.config.update} for run in runs]
+        assert config[0] == config[-1]
+        return {name: value for name, value in config[0].items() if not name.startswith("_")}
+
+    def tables(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
+        """Read the tables, with their images, from the artifacts to which the history refers."""
+        artifacts = {each.client_id: each.manifest.contents for each in self.records_of("artifact")}
+        found = {}
+        for step, name, within, value in self.items():
+            if within == ["artifact_path"]:
+                client_id, _, path = value.removeprefix("wandb-client-artifact://").partition("/")
+                files = {each.path: Path(each.local_path) for each in artifacts[client_id]}
+                table = json.loads(files[path].read_text())
+                rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+                for row in rows:
+                    images = [files[row.pop(f"image {number}")["path"]] for number in range(2)]
+                    row["images"] = [np.asarray(Image.open(file).convert("RGB")) for file in images]
+                found[name, step] = rows
+        return found
+
+
+def wandb_records(content: bytes) -> Iterator[Any]:
+    """Yield the records of a .wandb file: LevelDB's log format after a header of 7 bytes, with Protocol Buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = struct.unpack_from("<HB", content, place + 4)
+        whole += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+Reader = TensorBoardFiles | TrackioDatabase | WandbFolders
+READERS: dict[str, type[Reader]] = {
+    "tensorboard": TensorBoardFiles,
+    "trackio": TrackioDatabase,
+    "wandb": WandbFolders,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a training that died and was resumed, and that reported to all trackers that are installed here."""
+    folder, installed = tmp_path_factory.mktemp("trackers"), tuple(filter(find_spec, READERS))
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("TRACKIO_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+            patch.setenv(variable, str(folder / variable))  # Trackio reads its variable only once
+        patch.setenv("WANDB_MODE", "offline")
+        stage = Stage("train-vlm", 1, Counting, (), partial(train, folder / "played"))
+        patch.setattr(stages, "STAGES", {"train-vlm": stage})
+        machine = make_machine(store=folder / "store", report_to=installed)
+        with refused("server_failed"):
+            run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
+        run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
+        yield folder
 
 
 @pytest.fixture(params=READERS)
-def name(request: pytest.FixtureRequest) -> str:
+def read(request: pytest.FixtureRequest) -> Reader:
+    """What one tracker has."""
     pytest.importorskip(request.param)
-    return request.param
+    return READERS[request.param](request.getfixturevalue("home"))
 
 
-@pytest.fixture
-def machine(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(stages, "STAGES", {"train-vlm": Stage("train-vlm", 1, Counting, (), train)})
-    ROOT[:] = [tmp_path / "played"]
-    return make_machine(store=tmp_path / "home/store", report_to=(name,))
+def test_tracker_has_every_step_of_the_history_once_after_a_crash(read: Reader, home: Path) -> None:
+    (history,) = (home / "store/workspaces").glob("*/history.jsonl")
+    rows = {int(row.pop("step")): row for row in History(history).read()}
+    assert list(rows) == list(range(LAST + 1))
+    expected = [(step, key, read.bits(value)) for step, row in rows.items() for key, value in row.items()]
+    order = itemgetter(0, 1)
+    np.testing.assert_equal(sorted(read.curves(), key=order), sorted(expected, key=order))
 
 
-def crash_and_resume(machine: Machine) -> None:
-    with refused("server_failed"):
-        run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
-    for left in ROOT[0].iterdir():
-        left.rename(left.with_name(f"first-{left.name}"))
-    run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
-
-
-def test_tracker_has_every_step_of_the_history_once_after_a_crash(machine: Machine, name: str, tmp_path: Path) -> None:
-    crash_and_resume(machine)
-    read = READERS[name](tmp_path / "home")
-    (history,) = (tmp_path / "home/store/workspaces").glob("*/history.jsonl")
-    rows = [(int(row.pop("step")), row) for row in History(history).read()]
-    expected = [(step, key, read.bits(value)) for step, row in rows for key, value in row.items()]
-    assert [step for step, _ in rows] == list(range(LAST + 1))
-    np.testing.assert_equal(
-        sorted(read.curves(), key=lambda each: each[:2]), sorted(expected, key=lambda each: each[:2])
-    )
+def test_tracker_has_name_and_settings_of_the_stage(read: Reader) -> None:
     assert "colors train-vlm" in read.name
     assert read.settings() == {"stage": "train-vlm", "settings": {"rate": 0.1, "sources": ["a", "b"]}}
 
 
-def test_tables_show_rollouts_of_each_evaluation_and_of_the_first_and_last_step(
-    machine: Machine, name: str, tmp_path: Path
-) -> None:
-    crash_and_resume(machine)
-    tables = READERS[name](tmp_path / "home").tables()
+def test_tables_show_rollouts_of_each_evaluation_and_of_the_first_and_last_step(read: Reader) -> None:
+    tables = read.tables()
     assert set(tables) == {("evaluations", 0), ("evaluations", 2), ("evaluations", 4), ("rollouts", 1), ("rollouts", 5)}
     for rows in tables.values():
         assert len(rows) == trackers.ROLLOUTS
         for group, row in enumerate(rows):
-            np.testing.assert_equal(
-                row.pop("images"), [np.asarray(noise(seed, 20, 10)) for seed in (group, group + 100)]
-            )
+            images = [np.asarray(noise(seed, 20, 10)) for seed in (group, group + 100)]
+            np.testing.assert_equal(row.pop("images"), images)
             assert row == {
                 "rollout": f"{group}-a",
                 "task": f"t{group}",
-                "prompt": prompt_of(group) if name != "tensorboard" else prompt_of(group).replace("\n", " "),
+                "prompt": prompt_of(group).replace("\n", read.line_break),
                 "answer": f"first {group} / second {group}",
                 "reward": 0.75,
             }
+
+
+def test_places_of_runs_are_kept_with_the_stage(home: Path) -> None:
+    (workspace,) = (home / "store/workspaces").iterdir()
+    places = tracker_places(workspace)
+    assert set(places) == set(filter(find_spec, READERS))
+    assert all(str(home) in place for tracker, place in places.items() if tracker != "trackio")
 
 
 class Unreliable:
@@ -265,3 +380,13 @@ def test_rejects_unknown_tracker_and_missing_package(monkeypatch: pytest.MonkeyP
         refuse_missing_trackers(["tensorboard"], "report_to=")
     with refused("literal_error"):
         make_machine(report_to=("mlflow",))
+
+
+def test_rejects_weights_and_biases_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    with refused("tracker_key_missing", "machine.report_to", "WANDB_API_KEY"):
+        refuse_missing_trackers(["wandb"])
