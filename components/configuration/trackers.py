@@ -11,6 +11,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby, islice
@@ -119,7 +120,9 @@ class Trackio:
     def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
         import trackio
 
-        self._run = trackio.init(
+        # In a context of its own, the run is not the "current" one, which Trackio would finish when another begins.
+        self._run = Context().run(
+            trackio.init,
             run.project,
             name=f"{run.name} {run_id}",  # Trackio finds a run to resume by its name
             config=dict(run.settings),
