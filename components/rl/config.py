@@ -33,7 +33,7 @@ If rollouts_per_step is not a multiple of it, the greatest common divisor of the
 """
 WITHOUT_USE = {
     "vllm_server_group_port": "the server reloads weights from a folder, so there is no port for them",
-    "report_to": "only flows report to MLflow: armature run train-vlm/...; history.jsonl is always written",
+    "report_to": "it is an argument of MultimodalGRPOTrainer, beside config",
 }
 """Options of similar trainers that would have no effect here, each with the reason."""
 

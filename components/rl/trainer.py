@@ -20,6 +20,7 @@ from tqdm import tqdm
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import ThreadUnits
+from armature.components.configuration.trackers import TrackerRun, refuse_missing_trackers, with_trackers
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
@@ -107,6 +108,7 @@ class MultimodalGRPOTrainer:
             `train_dataset`, and otherwise the server that `config` names.
         callbacks: objects with methods of transformers' `TrainerCallback`: `on_train_begin`, `on_step_end`, `on_log`,
             `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after the step.
+        report_to: trackers that receive metrics, options and rollouts: `tensorboard`, `trackio`, `wandb`.
 
     Raises:
         ConfigurationError: both `config` and `train_dataset` are missing, or rewards and data do not fit.
@@ -130,6 +132,7 @@ class MultimodalGRPOTrainer:
         prompt: str = "",
         server: str | None = None,
         callbacks: Sequence[Any] = (),
+        report_to: str | Sequence[str] = (),
     ) -> None:
         self._data: ProgramData | None = None
         if train_dataset is not None:
@@ -164,6 +167,8 @@ class MultimodalGRPOTrainer:
             self.machine = self.machine.model_copy(update={"servers": servers})
         self._arguments = model, tokenizer, adapter
         self._callbacks = tuple(callbacks)
+        self._report_to = [report_to] if isinstance(report_to, str) else list(report_to)
+        refuse_missing_trackers(self._report_to, "report_to")
         self.store = ArtifactStore(config.folder / "store")
         self.images = ImageStore(self.store.images)
         self.environment: Environment | None = None
@@ -289,6 +294,7 @@ class MultimodalGRPOTrainer:
             closing(self.environment) as environment,
             closing(self._examined) as examined,
             closing(TrainerEvents(config, self._callbacks)) as events,
+            with_trackers(events, self._report_to, self._tracker_run()) as tracked,
         ):
             parts = RunParts(
                 environment=environment,
@@ -303,7 +309,7 @@ class MultimodalGRPOTrainer:
                 rewarded=self._rewarded,
                 heldout=self._heldout_set(examined),
             )
-            context = StageContext(self.machine, events, ThreadUnits(), config.folder, self.store.images, self._key)
+            context = StageContext(self.machine, tracked, ThreadUnits(), config.folder, self.store.images, self._key)
             with (
                 self.store.lock("train", self._key),
                 open_parts(settings, context, self.store, parts) as (run, done),
@@ -403,6 +409,18 @@ class MultimodalGRPOTrainer:
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"
         return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self._opened.forbidden)
+
+    def _tracker_run(self) -> TrackerRun:
+        config = self.config
+        return TrackerRun(
+            project="armature",
+            name=config.folder.name,
+            fingerprint=self._key,
+            settings=config.model_dump(mode="json"),
+            folder=config.folder / "trackers",
+            workspace=config.folder,
+            images=self.store.images,
+        )
 
     def _heldout_set(self, environment: Environment) -> HeldoutSet | None:
         """Return the tasks and settings of evaluations; None without evaluations.

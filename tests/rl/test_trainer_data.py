@@ -124,11 +124,25 @@ def test_callback_sees_steps_and_ends_the_training(tiny: Tiny, tmp_path: Path, s
     assert recorder.calls == expected and [row["step"] for row in run(tmp_path)] == [1, 2]
 
 
+def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = MultimodalGRPOTrainer(
+        str(tiny.folder), config=small(tmp_path), reward_funcs=letters, train_dataset=rows(), report_to="tensorboard"
+    )
+    history = trainer.train().history
+    (folder,) = (path.parent for path in (tmp_path / "trackers").rglob("events.out.*"))
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    for name in ("loss", "reward", "grad_norm"):
+        points = [(point.step, point.value) for point in events.Scalars(name)]
+        assert points == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in history]
+
+
 @pytest.mark.parametrize(
     ("code", "shown", "options"),
     [
         ("config_missing", (), {}),
         ("dataset_missing", (), {"reward_funcs": letters}),
+        ("unknown_tracker", ("wandbb",), {"train_dataset": rows(), "reward_funcs": letters, "report_to": "wandbb"}),
         ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
         (
             "reward_missing",
