@@ -77,6 +77,8 @@ class Tracker(Protocol):
 
     place: str
     """URL of the run, or the command that shows it."""
+    sent: int | None
+    """Last step that the tracker had when the run was opened. If it cannot tell, the last step that it was sent."""
 
     def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
         """Send the metrics and the tables of one step."""
@@ -94,6 +96,7 @@ class TensorBoard:
         folder = run.folder / "tensorboard" / run.project
         # After a crash the files may have a step that the state does not have: purge_step hides it.
         purge = None if sent is None else sent + 1
+        self.sent = sent
         self._writer = SummaryWriter(str(folder / f"{run.name}-{run_id}"), purge_step=purge)
         self.place = f"tensorboard --logdir {folder}"
         if sent is None:
@@ -132,6 +135,8 @@ class Trackio:
             auto_log_gpu=False,
         )
         self.place = self._run.url or f"trackio show --project {run.project}"
+        # Trackio writes twice a second, so a killed process may have sent more than the database has.
+        self.sent = self._run._next_step - 1
 
     def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
         from trackio import Image, Table
@@ -161,14 +166,21 @@ class WeightsAndBiases:
             dir=run.folder,
             config=dict(run.settings),
             reinit="create_new",
-            # Without a limit, finish() would wait for an unreachable server for days.
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=300.0, finish_timeout_raises=True),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                finish_timeout=300.0,  # without a limit, finish() waits for an unreachable server for days
+                finish_timeout_raises=True,
+                x_transaction_log_flush_interval=1.0,  # an offline run of a killed process lacks its last second
+            ),
         )
+        self.sent = sent if self._run.offline else self._run.starting_step - 1
         # A resumed run has another folder. `wandb sync` sends all that match, in their order, as one run.
         self.place = f"wandb sync {run.folder}/wandb/*-{run_id}" if self._run.offline else str(self._run.url)
 
     def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
-        self._run.log({**values, **{table: _wandb_table(rollouts) for table, rollouts in tables.items()}}, step=step)
+        shown = {table: _wandb_table(rollouts) for table, rollouts in tables.items()}
+        self._run.log({**values, **shown}, step=step, commit=True)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -293,7 +305,6 @@ class TrackedEvents:
         self._sinks = {name: _Sink(self._state["sent"].get(name)) for name in names}
         self._tables: dict[int, dict[str, Path]] = defaultdict(dict)
         self._last: int | None = None
-        self._began = False
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
         self._events.progress(name, done, total, **postfix)
@@ -311,14 +322,13 @@ class TrackedEvents:
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._events.metrics(values, step)
-        if all(sink.sent is not None and step <= sink.sent for sink in self._sinks.values()):
-            return  # a resumed run may report the steps before its checkpoint again
-        rows = [] if self._began else self._rows_before(step)
-        rows.append(_Row(step, dict(values), self._folders_of(step)))
-        self._began = True
+        folders = self._folders_of(step)
         for name, sink in self._sinks.items():
-            sink.rows += [_Row(**vars(row)) for row in rows if sink.sent is None or row.step > sink.sent]
-            if sink.tracker is not None or not sink.failed:  # a tracker that cannot be opened is not tried again
+            if sink.tracker is None and not sink.failed:  # a tracker that cannot be opened is not tried again
+                self._open(name, sink)
+            last = sink.rows[-1].step if sink.rows else -1 if sink.sent is None else sink.sent
+            if step > last:  # a resumed run may report the steps before its checkpoint again
+                sink.rows += [*self._rows_between(last, step), _Row(step, dict(values), folders)]
                 self._send(name, sink)
 
     def close(self, failed: bool) -> None:
@@ -329,16 +339,24 @@ class TrackedEvents:
             self._send(name, sink)
             try:
                 sink.tracker.close(failed)
-            except Exception as error:  # the library of another project may raise anything
+            except Exception as error:  # see `_open`
                 self._warn(name, sink, error)
             self.message(f"{name}: {sink.tracker.place}")
         for name, sink in self._sinks.items():
             if sink.rows:
                 self.message(f"warning: {name} lacks {len(sink.rows)} steps, which are in {self._run.workspace}")
 
-    def _send(self, name: str, sink: _Sink) -> None:
+    def _open(self, name: str, sink: _Sink) -> None:
         try:
-            sink.tracker = sink.tracker or TRACKERS[name](self._run, self._state["id"], sink.sent)
+            sink.tracker = TRACKERS[name](self._run, self._state["id"], sink.sent)
+            sink.sent = sink.tracker.sent
+        except Exception as error:  # the library of another project may raise anything, and no run may end for it
+            self._warn(name, sink, error)
+
+    def _send(self, name: str, sink: _Sink) -> None:
+        if sink.tracker is None:
+            return
+        try:
             while sink.rows:
                 row = sink.rows[0]
                 folders, row.folders = row.folders, {}  # if an image or a table is refused, try again without it
@@ -349,7 +367,7 @@ class TrackedEvents:
                 del sink.rows[0]
                 self._state["sent"][name], self._state["places"][name] = row.step, sink.tracker.place
                 write_json(self._run.workspace / STATE, self._state)
-        except Exception as error:  # the library of another project may raise anything, and no run may end for it
+        except Exception as error:  # see `_open`
             self._warn(name, sink, error)
 
     def _warn(self, name: str, sink: _Sink, error: Exception) -> None:
@@ -357,11 +375,13 @@ class TrackedEvents:
             self.message(f"warning: {name} failed, and the run continues: {blanked(f'{error!r:.500}')}")
         sink.failed = True
 
-    def _rows_before(self, step: int) -> list[_Row]:
-        """Return the steps before `step` in the history: a crash may have kept them from the trackers."""
+    def _rows_between(self, last: int, step: int) -> list[_Row]:
+        """Return the steps between `last` and `step` in the history, which a crash kept from the tracker."""
+        if step == last + 1:
+            return []
         history = History(self._run.workspace / "history.jsonl").read()
         rows = [(int(row["step"]), {name: value for name, value in row.items() if name != "step"}) for row in history]
-        return [_Row(before, values) for before, values in rows if before < step]
+        return [_Row(number, values) for number, values in rows if last < number < step]
 
     def _folders_of(self, step: int) -> dict[str, Path]:
         """Return the folders of rollouts to show: of each evaluation, and of training in the first and last step."""

@@ -68,7 +68,7 @@ def train(
             events.metrics(metrics_of(step), step)
     for step in range(len(done), LAST + 1):
         events.progress("Training", step, LAST)
-        for kind in ("evaluations", "rollouts") if step % 2 == 0 else ("rollouts",):
+        for kind in ("evaluations", "rollouts") if step % 4 == 0 else ("rollouts",):
             events.artifact(
                 Artifact(kind=kind, path=played(root / f"{kind}-{step}", context.images), digest=""), "output", step
             )
@@ -251,6 +251,8 @@ READERS: dict[str, type[Reader]] = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of a training that died and was resumed, and that reported to all trackers that are installed here."""
     folder, installed = tmp_path_factory.mktemp("trackers"), tuple(filter(find_spec, READERS))
+    if not installed:
+        pytest.skip("no tracker is installed")
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("TRACKIO_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
             patch.setenv(variable, str(folder / variable))  # Trackio reads its variable only once
@@ -260,6 +262,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         machine = make_machine(store=folder / "store", report_to=installed)
         with refused("server_failed"):
             run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
+        (path,) = (folder / "store/workspaces").glob(f"*/{trackers.STATE}")
+        state = json.loads(path.read_text())
+        assert state["sent"] == dict.fromkeys(installed, 2)
+        # A killed process may have written a step to a tracker and not to this file, or the other way round.
+        state["sent"] |= {name: step for name, step in (("tensorboard", 1), ("trackio", 3)) if name in installed}
+        path.write_text(json.dumps(state))
         run_stage("train-vlm", Counting(), {}, machine, tracked_as=RUN)
         yield folder
 
@@ -287,7 +295,7 @@ def test_tracker_has_name_and_settings_of_the_stage(read: Reader) -> None:
 
 def test_tables_show_rollouts_of_each_evaluation_and_of_the_first_and_last_step(read: Reader) -> None:
     tables = read.tables()
-    assert set(tables) == {("evaluations", 0), ("evaluations", 2), ("evaluations", 4), ("rollouts", 1), ("rollouts", 5)}
+    assert set(tables) == {("evaluations", 0), ("evaluations", 4), ("rollouts", 1), ("rollouts", 5)}
     for rows in tables.values():
         assert len(rows) == trackers.ROLLOUTS
         for group, row in enumerate(rows):
@@ -317,6 +325,7 @@ class Unreliable:
     attempts = 0
 
     def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
+        self.sent = sent
         type(self).taken = []
 
     def log(self, values: Mapping[str, float], step: int, tables: trackers.Tables) -> None:
