@@ -300,8 +300,9 @@ class TrackedEvents:
     def __init__(self, events: Events, names: Sequence[str], run: TrackerRun) -> None:
         self._events, self._run, self._lock = events, run, Lock()
         # A training that is made again from its beginning has the same fingerprint, but a new workspace and id.
-        new: dict[str, Any] = {"id": f"{run.fingerprint[:12]}-{secrets.token_hex(3)}", "sent": {}, "places": {}}
-        self._state = _read_state(run.workspace) or new
+        state, own = _read_state(run.workspace), run.fingerprint[:12]
+        new: dict[str, Any] = {"id": f"{own}-{secrets.token_hex(3)}", "sent": {}, "places": {}}
+        self._state = state if state.get("id", "").startswith(own) else new
         self._sinks = {name: _Sink(self._state["sent"].get(name)) for name in names}
         self._tables: dict[int, dict[str, Path]] = defaultdict(dict)
         self._last: int | None = None

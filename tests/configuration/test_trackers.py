@@ -354,12 +354,14 @@ class Lines(TerminalEvents):
         self.lines.append(text)
 
 
-def lines_of(kind: type[Unreliable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines_of(
+    kind: type[Unreliable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fingerprint: str = "f" * 20
+) -> list[str]:
     """Report three steps to a tracker, and return the lines that a user reads."""
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", kind)
     monkeypatch.setattr(trackers, "find_spec", lambda name: True)
     monkeypatch.setattr(kind, "attempts", 0)
-    run = TrackerRun("project", "run", "f" * 20, {}, tmp_path, tmp_path, tmp_path)
+    run = TrackerRun("project", "run", fingerprint, {}, tmp_path, tmp_path, tmp_path)
     lines = Lines()
     with with_trackers(lines, ("tensorboard",), run) as events:
         for step in (1, 2, 3):
@@ -370,6 +372,14 @@ def lines_of(kind: type[Unreliable], tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tracker_that_fails_in_a_step_gets_it_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warning, place = lines_of(Unreliable, tmp_path, monkeypatch)
     assert "connection lost" in warning and "nowhere" in place
+    assert Unreliable.taken == [1, 2, 3]
+
+
+def test_another_training_in_the_same_folder_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines_of(Unreliable, tmp_path, monkeypatch)
+    assert lines_of(Unreliable, tmp_path, monkeypatch)[1:] == []
+    assert Unreliable.taken == []
+    lines_of(Unreliable, tmp_path, monkeypatch, fingerprint="e" * 20)
     assert Unreliable.taken == [1, 2, 3]
 
 

@@ -175,8 +175,8 @@ def evaluated(demo_stages, machine):
     from armature.tasks.run_stage import run
 
     @flow(name="demo-evaluated")
-    def demo_evaluated(train, evaluate, force=()):
-        here = machine.model_copy(update={"force": force})
+    def demo_evaluated(train, evaluate, force=(), report_to=()):
+        here = machine.model_copy(update={"force": force, "report_to": report_to})
         tasks = demo_stages.TasksSettings(count=7)
         recipe = demo_stages.DemoRecipe(tasks=tasks, train=train, evaluate=evaluate, machine=here)
         with tracked_flow(recipe) as tracking:
@@ -187,8 +187,8 @@ def evaluated(demo_stages, machine):
             assert twice == result
             return report(tracking, [CheckpointResult("after training", result)], {}), (tasks, model, result)
 
-    return lambda *force: demo_evaluated(
-        demo_stages.TrainSettings(steps=2, rate=0.3), demo_stages.EvaluateSettings(seed=5), force
+    return lambda *force, report_to=(): demo_evaluated(
+        demo_stages.TrainSettings(steps=2, rate=0.3), demo_stages.EvaluateSettings(seed=5), force, report_to
     )
 
 
@@ -210,3 +210,20 @@ def test_force_remakes_a_stage_and_its_dependents(evaluated, machine):
     with pytest.raises(ConfigurationError) as caught:
         evaluated("demo-trian")
     assert "machine.force" in caught.value.where
+
+
+def test_tracker_has_the_metrics_of_mlflow_and_the_last_lines_say_where(evaluated):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
+
+    lines, (_, model, _) = evaluated(report_to=("tensorboard",))
+    assert lines[-2].split()[0] == "tensorboard" and lines[-1].split()[0] == "MLflow"
+    folder = Path(lines[-2].rpartition("--logdir ")[2])
+    (home,) = folder.iterdir()  # only the stage with metrics of steps
+    assert folder.name == "demo-evaluated" and home.name.startswith("custom demo-train-")
+    points = [(each.step, each.value) for each in EventAccumulator(str(home)).Reload().Scalars("loss")]
+    tracked = client().get_metric_history(lineage(model.digest).made_by, "loss")
+    assert points == [(each.step, each.value) for each in tracked] == [(0, 1.0), (1, 0.5)]
