@@ -23,12 +23,13 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
+from armature.components.artifacts.disk import write_file
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.json_lines import History
 from armature.components.contracts.errors import ConfigurationError, blanked
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.installation import install_command
-from armature.components.contracts.metrics import write_json
+from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.stages import Artifact, Events
 from armature.components.machine.registry import suggestion
 
@@ -228,10 +229,11 @@ def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_t
                 where=where,
                 remedy=install_command(name),
             )
-    if "wandb" in names and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+    online = os.environ.get("WANDB_MODE") not in ("offline", "disabled")
+    if "wandb" in names and online and not os.environ.get("WANDB_API_KEY"):
         import wandb
 
-        if not wandb.login(prompt=False, verify=False):
+        if not wandb.login(prompt=False, verify=False):  # it knows where else a key may be
             raise ConfigurationError(
                 "Weights & Biases has no API key",
                 code="tracker_key_missing",
@@ -331,6 +333,7 @@ class TrackedEvents:
             if step > last:  # a resumed run may report the steps before its checkpoint again
                 sink.rows += [*self._rows_between(last, step), _Row(step, dict(values), folders)]
                 self._send(name, sink)
+        self._write_state()
 
     def close(self, failed: bool) -> None:
         """Send the remaining rows, close the trackers, and report where they have the run and what they lack."""
@@ -343,6 +346,8 @@ class TrackedEvents:
             except Exception as error:  # see `_open`
                 self._warn(name, sink, error)
             self.message(f"{name}: {sink.tracker.place}")
+        if self._state["sent"] and not failed:  # an error here would hide the one that ended the run
+            self._write_state()
         for name, sink in self._sinks.items():
             if sink.rows:
                 self.message(f"warning: {name} lacks {len(sink.rows)} steps, which are in {self._run.workspace}")
@@ -367,9 +372,11 @@ class TrackedEvents:
                 sink.sent = row.step
                 del sink.rows[0]
                 self._state["sent"][name], self._state["places"][name] = row.step, sink.tracker.place
-                write_json(self._run.workspace / STATE, self._state)
         except Exception as error:  # see `_open`
             self._warn(name, sink, error)
+
+    def _write_state(self) -> None:
+        write_file(self._run.workspace / STATE, dump_json(self._state))
 
     def _warn(self, name: str, sink: _Sink, error: Exception) -> None:
         if not sink.failed:

@@ -155,6 +155,11 @@ class MachineLimits(Settings):
     worker plays the shard instead. None: wait as long as the worker takes."""
 
 
+def _several(names: object) -> object:
+    """Return one name as a tuple, and anything else unchanged."""
+    return (names,) if isinstance(names, str) else names
+
+
 class Machine(Settings):
     """Folders, servers, trainer processes, workers and limits of the machine that a run uses.
 
@@ -180,8 +185,8 @@ class Machine(Settings):
     metrics: str | None = Field(None, pattern=ADDRESS)
     """Address (127.0.0.1:9464) where a run serves its metrics to Prometheus; port 0 takes a free port. None: metrics
     are not served. There is no password: anyone who can reach the address can read the metrics."""
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers that get metrics, settings and some rollouts of each stage, besides MLflow."""
+    report_to: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], BeforeValidator(_several)] = ()
+    """Trackers, or one by its name, that get metrics, settings and some rollouts of each stage, besides MLflow."""
     servers: MachineServers = MachineServers()
     """vLLM servers: how many, their devices and arguments, or the addresses of running ones."""
     trainer: MachineTrainer = MachineTrainer()

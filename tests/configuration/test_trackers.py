@@ -399,6 +399,7 @@ def test_rejects_unknown_tracker_and_missing_package(monkeypatch: pytest.MonkeyP
         refuse_missing_trackers(["tensorboard"], "report_to=")
     with refused("literal_error"):
         make_machine(report_to=("mlflow",))
+    assert make_machine(report_to="wandb").report_to == ("wandb",)
 
 
 def test_rejects_weights_and_biases_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
