@@ -72,7 +72,7 @@ class Recipe:
 
     @property
     def machine(self) -> Machine:
-        """The section `machine`."""
+        """The recipe's section `machine`."""
         return self.values.machine
 
     @cached_property
@@ -85,7 +85,7 @@ class Recipe:
         return {name: section.model_dump(mode="json") for name, section in self.sections.items()}
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
-        """Return the settings of a stage, see `Sections.settings_for`."""
+        """Return the settings of the stage whose settings class is `settings`, made from the recipe's sections."""
         return self.values.settings_for(settings)
 
 
@@ -207,7 +207,10 @@ def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "
 
 
 def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """Validate `values`. Where a string or path is required, a number of an override is used as it was written.
+    """Return the section of class `model`, validated from `values`.
+
+    If a field requires a string or a path and an override gives a number, the field gets the text of the override: the
+    digest 12e456 must not become a float.
 
     Raises:
         ValidationError: an unknown key, or a value out of bounds.

@@ -15,6 +15,7 @@ from armature.components.machine.registry import suggestion
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
+"""Formatter that shortens values for error messages."""
 
 
 NEW_NAMES = {
@@ -35,18 +36,23 @@ NEW_NAMES = {
     **{f"machine.trainer_{name}": f"machine.trainer.{name}" for name in MachineTrainer.model_fields},
     **{f"machine.{name}": f"machine.limits.{name}" for name in MachineLimits.model_fields},
 }
-"""New name of each setting that was renamed, by its old name: without its section, or as a whole."""
+"""New names of renamed settings, by their old names. An old name is a whole dotted key, or only its last part."""
 
 
 def code_of(error: ValidationError) -> str:
-    """Return the type of the first problem as the error's code: one of pydantic, or of a PydanticCustomError."""
+    """Return a code for a validation error: the type of its first problem.
+
+    The type is a type of pydantic, or the type of a PydanticCustomError.
+    """
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     return code_of(cause.error) if isinstance(cause, InvalidTable) else first["type"]
 
 
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
-    """Return a message with one line per problem: its dotted key, the invalid value, and the nearest known key.
+    """Return a message for a validation error, with one line per problem.
+
+    A line names the dotted key and the invalid value. For an unknown key, it suggests the nearest known key.
 
     Args:
         section: name of the section; "" for a whole recipe, whose keys begin with a section.
@@ -76,7 +82,12 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
 
 
 def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], str, Iterable[str]]:
-    """Return the path of keys to the value of a validation error, the union variant around it, and its valid keys."""
+    """Return where in a recipe a problem of a validation error is.
+
+    `location` is the location that pydantic reports, which also contains the tags of union variants. Returned are the
+    keys that lead to the value, without these tags; the tag of the innermost variant that contains the value, or "";
+    and the valid keys of the table that contains the value.
+    """
     *parents, last = location or ("",)
     path, variant, classes = [], "", [model]
     for part in parents:
@@ -91,13 +102,13 @@ def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[s
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """Return all values of the variant's literal fields; one of these values is its tag."""
+    """Return all values that the Literal fields of a union's variant allow. One of these values is its tag."""
     literals = [field.annotation for field in model.model_fields.values() if get_origin(field.annotation) is Literal]
     return {value for each in literals for value in get_args(each)}
 
 
 def settings_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the settings classes in a type, such as the members of a union, list or mapping."""
+    """Yield the settings classes that a type contains, for example as members of a union or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

@@ -31,7 +31,8 @@ class Sections(BaseModel):
     FLOW: ClassVar[str]
     """Dotted path of the Prefect flow, valid in a checkout and in an installed wheel."""
     JOINED: ClassVar[tuple[type[BaseModel], ...]] = ()
-    """Settings of stages that combine several sections and may refuse combinations of valid sections."""
+    """Settings classes of stages whose fields are several sections. Such a class may refuse a combination of sections
+    that are valid one by one."""
     FIRST_STAGES: ClassVar[tuple[str, ...]] = ()
     """Stages without inputs. `armature check` runs them, because they fail early if a model is missing."""
     MEMORY: ClassVar[str] = ""
@@ -62,11 +63,15 @@ class Sections(BaseModel):
         return frozenset(name for name, field in cls.model_fields.items() if field.default is None)
 
     def given(self) -> dict[str, BaseModel]:
-        """Return all sections that are present, by name."""
+        """Return the sections by name, without the optional sections that the recipe omits."""
         return {name: section for name in type(self).model_fields if (section := getattr(self, name)) is not None}
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
-        """Return the settings of a stage: the section of this class, or sections combined under its field names."""
+        """Return the settings of the stage whose settings class is `settings`.
+
+        They are the section of this class, if there is one. Otherwise they are an instance of the class whose fields
+        are the sections of the same names.
+        """
         sections = self.given()
         section: Any = next((each for each in sections.values() if type(each) is settings), self._joined.get(settings))
         return _join(settings, sections) if section is None else section
@@ -95,6 +100,7 @@ class Sections(BaseModel):
 
 
 def _join(settings: type[SettingsT], sections: Mapping[str, BaseModel]) -> SettingsT:
+    """Return an instance of `settings` whose fields are the sections of the same names."""
     return settings.model_validate({name: sections[name] for name in settings.model_fields})
 
 

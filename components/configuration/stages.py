@@ -77,7 +77,7 @@ class TerminalEvents:
         tqdm.write(text)
 
     def close(self) -> None:
-        """Close all bars, so that the next output starts on a new line."""
+        """Close all progress bars, so that the next output starts on a new line."""
         for bar in self._bars.values():
             bar.close()
         self._bars.clear()
@@ -94,7 +94,9 @@ class ThreadUnits:
 
 
 def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]) -> str:
-    """Return the name of a stage's output: a digest of the stage, its version, settings, inputs and sources.
+    """Return the fingerprint that names a stage's output in the artifact store.
+
+    It is a digest of the stage's name, version and sources, of its settings, and of its input artifacts.
 
     Raises:
         ConfigurationError: an input is missing or unexpected, or a setting is not finite.
@@ -105,6 +107,7 @@ def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Art
 def _fingerprint_and_sources(
     stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]
 ) -> tuple[str, dict[str, str]]:
+    """Return the fingerprint of a stage's output, and the digests, by name, of the stage's further sources."""
     if set(inputs) != set(stage.inputs):
         raise ConfigurationError(
             f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
@@ -145,7 +148,7 @@ def refuse_unknown(stages: Iterable[str]) -> None:
 
 
 def find_made(name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine) -> Artifact | None:
-    """Return the stage's artifact if it was made before, else None."""
+    """Return the artifact of stage `name` with these settings and inputs if the store has it, else None."""
     stage: Stage[Any] = STAGES[name]
     return open_store(machine).find(name, fingerprint(stage, settings, inputs))
 

@@ -22,12 +22,16 @@ LARGEST_FILE, DEEPEST = 2**22, 32
 """Limits on the bytes of a TOML file and on the parts of an override's dotted key."""
 SUFFIX = ".toml"
 INSTALLED = re.compile(r"[\w-]+/[\w-]+")
+"""Pattern of the name of an installed recipe, `<flow>/<deployment>`."""
 TAKEN_AWAY = object()
 """Value of an override that removes a setting or a section."""
 
 
 class Written:
-    """A number of an override and its original text, which string settings use (for a digest like 12e456)."""
+    """A number that an override gives, together with the text of the override.
+
+    Settings that are strings use the text: the digest 12e456 is also a valid float.
+    """
 
     text: str
 
@@ -99,6 +103,7 @@ class Extends(Settings):
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    """Return the values of one TOML file, without the values of the file that it extends."""
     missing = ConfigurationError(
         f"TOML config not found: {path}", code="recipe_file_missing", remedy="armature list shows what there is"
     )

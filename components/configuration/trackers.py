@@ -34,10 +34,12 @@ from armature.components.contracts.stages import Artifact, Events
 from armature.components.machine.registry import suggestion
 
 STATE = "trackers.json"
-"""File in a stage's workspace with the id of its runs in the trackers, and by tracker the last step and the place."""
+"""File in a stage's workspace about its runs in trackers. It has the id of these runs, and for each tracker the last
+step that was sent and the place where the run can be seen."""
 ROLLOUTS, IMAGES = 8, 4
-"""Rollouts in a table, each of another group, and the most images of one rollout."""
+"""Maximum number of rollouts in a table, each from a different group, and maximum number of images per rollout."""
 COLUMNS = ("rollout", "task", "images", "prompt", "answer", "reward")
+"""Headings of a Markdown table of rollouts."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ShownRollout:
 
 
 Tables = Mapping[str, Sequence[ShownRollout]]
-"""Rollouts by the name of their table."""
+"""The rollouts of each table, by the name of the table."""
 
 
 class Tracker(Protocol):
@@ -243,13 +245,13 @@ def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_t
 
 
 def tracker_places(workspace: Path) -> dict[str, str]:
-    """Return where the trackers have the runs of a stage with this workspace: a URL or a command, by tracker."""
+    """Return, for each tracker, where the run of the stage with this workspace can be seen: a URL or a command."""
     places: dict[str, str] = _read_state(workspace).get("places", {})
     return places
 
 
 def _read_state(workspace: Path) -> dict[str, Any]:
-    """Return what `STATE` has: the id of the runs, the last step and the place by tracker; empty without the file."""
+    """Return the content of the workspace's `STATE` file, or an empty dict if there is no such file."""
     path = workspace / STATE
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -279,7 +281,7 @@ def with_trackers(events: Events, names: Sequence[str], run: TrackerRun) -> Iter
 
 @dataclass
 class _Row:
-    """The metrics of a step, and the folders with rollouts to show, by the name of their table."""
+    """The metrics of a step, and the folders with the rollouts to show, by the name of the table that shows them."""
 
     step: int
     values: Mapping[str, float]
@@ -384,7 +386,10 @@ class TrackedEvents:
         sink.failed = True
 
     def _rows_between(self, last: int, step: int) -> list[_Row]:
-        """Return the steps between `last` and `step` in the history, which a crash kept from the tracker."""
+        """Return the rows of the steps after `last` and before `step`, read from the run's history.
+
+        The tracker lacks these steps if an earlier process crashed before it had sent them.
+        """
         if step == last + 1:
             return []
         history = History(self._run.workspace / "history.jsonl").read()
@@ -392,7 +397,10 @@ class TrackedEvents:
         return [_Row(number, values) for number, values in rows if last < number < step]
 
     def _folders_of(self, step: int) -> dict[str, Path]:
-        """Return the folders of rollouts to show: of each evaluation, and of training in the first and last step."""
+        """Return the folders with the rollouts to show at this step, by the name of their table.
+
+        The rollouts of evaluations are always shown, and those of training only at the first and the last step.
+        """
         with self._lock:
             folders = self._tables.pop(step, {})
         shown = step in (1, self._last)
@@ -400,8 +408,10 @@ class TrackedEvents:
 
 
 def shown_rollouts(folder: Path, images: ImageStore) -> list[ShownRollout]:
-    """Return the first rollout of each of the first groups in `rollouts.parquet`; none if the folder has no such
-    table, or one of robots' actions."""
+    """Return the first rollout of each of the first `ROLLOUTS` groups in the folder's `rollouts.parquet`.
+
+    The list is empty if the folder has no such table, or if the table has robots' actions instead of texts.
+    """
     path = folder / "rollouts.parquet"
     columns = ["group_id", "trajectory_id", "task_id", "images", "messages", "completion", "reward"]
     if not path.is_file() or not set(columns) <= set(pq.read_schema(path).names):
@@ -412,6 +422,7 @@ def shown_rollouts(folder: Path, images: ImageStore) -> list[ShownRollout]:
 
 
 def _shown(turns: Sequence[Mapping[str, Any]], images: ImageStore) -> ShownRollout:
+    """Return a rollout to show; `turns` are its rows in `rollouts.parquet`."""
     refs = [ImageRef(**each) for each in turns[-1]["images"][:IMAGES]]
     return ShownRollout(
         rollout=turns[0]["trajectory_id"],
@@ -434,7 +445,10 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _markdown(rollouts: Sequence[ShownRollout]) -> str:
-    """Return rollouts as a Markdown table. The images are numbered as TensorBoard's page of images has them."""
+    """Return rollouts as a Markdown table.
+
+    TensorBoard shows the images on another page, so a row has only the numbers that the images have there.
+    """
     rows = [
         (each.rollout, each.task, f"{row}-0 to {row}-{len(each.images) - 1}" if each.images else "", each.prompt,
          each.answer, f"{each.reward:g}")
@@ -445,4 +459,5 @@ def _markdown(rollouts: Sequence[ShownRollout]) -> str:
 
 
 def _cell(text: str) -> str:
+    """Return the text so that it fits into one cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")

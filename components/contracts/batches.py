@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 LogRatios = npt.NDArray[np.float32]
-"""Log-prob under the trainer minus log-prob under the sampler, for each trained token, shape (T,)."""
+"""Array of shape (T,): for each of the T trained tokens, its log-prob under the trainer minus its log-prob under the
+sampler."""
 TurnAdvantages = Mapping[tuple[str, int], float]
 """Advantage of each turn, keyed by (trajectory id, index of the turn)."""
 
@@ -78,7 +79,7 @@ class MultimodalAdapter(ABC):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Keep `tokenizer`, the model's tokenizer; of a processor, keep the tokenizer that it holds."""
+        """Keep the model's tokenizer. If `tokenizer` is a processor, keep the tokenizer that the processor contains."""
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
 
     @abstractmethod

@@ -20,12 +20,15 @@ from armature.components.contracts.errors import ConfigurationError, RolloutFail
 from armature.components.contracts.images import EncodedImage
 
 MOST_CHARACTERS = 2**22
-"""Limit on the characters of all texts, actions and the anchor of one observation; no model reads as many."""
+"""Limit on the number of characters in one observation: its texts, admissible actions and `anchor_key` together. No
+model reads as many."""
 
 MOST_IMAGE_BYTES = 2**28
-"""Limit on the bytes of all images of one observation."""
+"""Limit on the number of bytes of all images of one observation together."""
 
 MOST_PARTS, MOST_ACTIONS, MOST_REWARDS, MOST_TURNS = 2**12, 2**16, 2**8, 2**16
+"""Limits on the number of content parts and of admissible actions of an observation, of reward parts of an outcome, and
+of turns of an episode."""
 
 _DEFECTS: dict[str, ActionDefect] = {name: name for name in get_args(ActionDefect)}
 _ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
@@ -77,7 +80,9 @@ def checked_outcome(value: object) -> Outcome:
 
 
 def checked_numbers(what: str, value: object) -> dict[str, float]:
-    """Check a mapping of names to finite numbers and return it as a dict of floats.
+    """Check that `value` maps names to finite numbers, and return it as a dict of floats.
+
+    `what` names the value in errors.
 
     Raises:
         RolloutFailed: `environment_error` for another type, `bad_reward` for a number that is not finite.
@@ -155,6 +160,7 @@ def environment_info(environment: Environment) -> EnvironmentInfo:
 
 
 def _message(message: object) -> EarlierMessage:
+    """Check a message that comes before an observation, and return a copy of it in plain types."""
     if not isinstance(message, EarlierMessage):
         raise _wrong("an earlier message", message)
     role = plain_text("a role", message.role)
@@ -167,6 +173,7 @@ def _message(message: object) -> EarlierMessage:
 
 
 def _part(part: object) -> str | EncodedImage:
+    """Check one part of a message's content, a text or an image, and return a copy of it in plain types."""
     if isinstance(part, str):
         return plain_text("a part of an observation", part)
     if not isinstance(part, EncodedImage):
@@ -177,13 +184,17 @@ def _part(part: object) -> str | EncodedImage:
 
 
 def _items(what: str, value: object, most: int) -> list[Any]:
+    """Check that `value` is a sequence of at most `most` entries, but not a string, and return it as a list."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise _wrong(f"a sequence as {what}", value)
     return _first(what, value, most)
 
 
 def _first(what: str, values: Iterable[ItemT], most: int) -> list[ItemT]:
-    """Return `values` as a list. Raise RolloutFailed above `most` entries, since an iterable may be endless."""
+    """Return `values` as a list; raise RolloutFailed if there are more than `most` entries.
+
+    It reads at most one entry more than that, because an iterable may be endless.
+    """
     items = list(islice(values, most + 1))
     if len(items) > most:
         raise RolloutFailed("environment_error", f"{what} has more than {most} entries")
@@ -191,8 +202,10 @@ def _first(what: str, values: Iterable[ItemT], most: int) -> list[ItemT]:
 
 
 def _wrong(expected: str, value: object) -> RolloutFailed:
+    """Return the error for a value of the wrong type; `expected` describes the right type."""
     return RolloutFailed("environment_error", f"{expected} was expected, not {_kind(value)}")
 
 
 def _kind(value: object) -> str:
+    """Return the name of the value's class, which messages show in place of the value."""
     return type(value).__name__

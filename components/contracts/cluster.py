@@ -9,22 +9,25 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from armature.components.contracts.settings import Settings
 
 LEAST_AMOUNT = 1e-4
-"""Smallest amount of a resource that Ray can count."""
+"""Unit in which Ray counts resources, and so the smallest amount that can be reserved."""
 
 
 def _countable(amount: float) -> float:
+    """Refuse an amount of a resource that is positive but too small for Ray."""
     if 0 < amount < LEAST_AMOUNT:
         raise ValueError(f"{amount:g} is less than {LEAST_AMOUNT:g}, in which Ray counts resources")
     return amount
 
 
 def _whole_or_shared(gpus: float) -> float:
+    """Refuse a number of GPUs such as 1.5: Ray reserves a fraction of one GPU or a whole number of GPUs."""
     if gpus > 1 and not gpus.is_integer():
         raise ValueError(f"{gpus:g} GPUs: give a part of one, or whole ones")
     return gpus
 
 
 def _named_by_nodes(resources: dict[str, float]) -> dict[str, float]:
+    """Refuse names of resources that Ray counts by itself, such as CPU: they have settings of their own."""
     for name in ("", "CPU", "GPU", "memory", "object_store_memory"):
         if name in resources:
             raise ValueError(
@@ -41,7 +44,7 @@ class Bundle(Settings):
     """Resources of one bundle of a Ray placement group. A bundle runs one model server, or a node's trainer ranks."""
 
     WHAT: ClassVar[str]
-    """Name of the process in messages, e.g. "a model server"."""
+    """Name, in messages, of the process that takes these resources, e.g. "a model server"."""
     SETTING: ClassVar[str]
     """Dotted key of the recipe section with these settings, which error messages name."""
 
@@ -57,11 +60,11 @@ class Bundle(Settings):
 
     @property
     def gpus(self) -> int:
-        """GPUs of one node."""
+        """Number of GPUs that the bundle takes of its node."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Return Ray's options for the actor in the bundle."""
+        """Return the options with which Ray starts the actor that runs in the bundle."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.gpus,
@@ -70,7 +73,7 @@ class Bundle(Settings):
         }
 
     def resources_of_node(self) -> dict[str, float]:
-        """Return the amounts to reserve on a node, by the names of Ray's resources."""
+        """Return the amount of each resource that the bundle reserves on its node, by Ray's name of the resource."""
         wanted = {"CPU": self.num_cpus, "GPU": self.gpus, "memory": int(self.memory_gib * 2**30)}
         return {name: amount for name, amount in {**wanted, **self.resources}.items() if amount}
 
@@ -125,7 +128,7 @@ class ClusterSettings(Settings):
     """Resources of the trainer's ranks on each of machine.trainer.nodes. None: ranks run on the machine of the run."""
 
     def options(self) -> dict[str, Any]:
-        """Return Ray's options for a worker's actor."""
+        """Return the options with which Ray starts the actor of a worker."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -135,6 +138,6 @@ class ClusterSettings(Settings):
         }
 
     def resources_of_node(self) -> dict[str, float]:
-        """Return the amounts that a worker reserves, by the names of Ray's resources."""
+        """Return the amount of each resource that a worker reserves on its node, by Ray's name of the resource."""
         wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": int(self.memory_gib * 2**30)}
         return {name: amount for name, amount in {**wanted, **self.resources}.items() if amount}

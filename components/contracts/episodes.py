@@ -53,7 +53,8 @@ class Observation:
 
     @property
     def admissible_key(self) -> str | None:
-        """A digest of the set of admissible actions, independent of their order; None if any text is an action."""
+        """Digest of the set of admissible actions, independent of their order; None if every text is an admissible
+        action."""
         if self.admissible_actions is None:
             return None
         return sha256("\n".join(sorted(set(self.admissible_actions))).encode(errors="replace")).hexdigest()
@@ -101,7 +102,7 @@ class Environment(Protocol):
     reward_weights: Mapping[str, float]
 
     def tasks(self, split: Split) -> Iterable[Task]:
-        """Return the tasks of `split`, the same ones in every call."""
+        """Return the tasks of `split`. Every call returns the same tasks."""
 
     def episode(self, task: Task) -> Episode:
         """Return a new episode of `task`."""

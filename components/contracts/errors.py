@@ -10,9 +10,10 @@ from urllib.parse import quote, quote_plus
 # --- Secrets that this process has read. Error messages replace them by ***, also in text that others wrote. ---
 
 SHORTEST = 4
-"""Minimum number of characters of a secret; shorter values occur in too many texts by chance."""
+"""Minimum number of characters of a secret that is replaced. Shorter values occur in too many texts by chance."""
 
 _forms: set[str] = set()
+"""All texts to replace: each secret as it is and in its escaped forms."""
 
 
 def keep_secret(value: str) -> None:
@@ -31,20 +32,24 @@ def keep_secret(value: str) -> None:
 
 
 _JSON = (r"\u%04x", r"\u%04X")
-"""Escapes of non-alphanumeric characters, such as + and &, that some JSON writers use."""
+"""Formats of the escapes with which some JSON writers replace non-alphanumeric characters, such as + and &."""
 
 
 def _base64(secret: bytes, before: int) -> str:
-    """Return the base64 characters that depend only on the secret, if it begins `before` bytes after a multiple
-    of 3."""
+    """Return the part of a base64 text that shows that the encoded bytes contain the secret.
+
+    Base64 encodes groups of 3 bytes, so the part depends on the position of the secret: it begins `before` (0, 1 or 2)
+    bytes after the start of a group. Characters that also depend on neighboring bytes are left out.
+    """
     content = b"\0" * before + secret
     return b64encode(content).decode()[(8 * before + 5) // 6 : 8 * len(content) // 6]
 
 
 def blanked(text: str) -> str:
-    """Return the text with *** in place of each secret.
+    """Return the text with *** in place of each secret that `keep_secret` has received.
 
-    Errors do this by themselves. Call it before a text is cut or quoted, because a part of a secret is not recognized.
+    Errors call this for their messages. Call it before you shorten or quote a text, because a part of a secret is not
+    recognized.
     """
     for form in sorted(_forms, key=len, reverse=True):
         text = text.replace(form, "***")
@@ -79,6 +84,7 @@ class ArmatureError(Exception):
 
 
 def _rebuild(kind: type[ArmatureError], what: str, code: str, where: str, remedy: str) -> ArmatureError:
+    """Return an unpickled error. Pickle calls this, because it cannot pass keyword arguments to the constructor."""
     return kind(what, code=code, where=where, remedy=remedy)
 
 
@@ -139,6 +145,7 @@ class MismatchError(ArmatureError):
 # --- Failed rollouts are counted and left out; the other rollouts of the group continue. ---
 
 LONGEST_DETAIL = 2000
+"""Maximum number of characters of `RolloutFailed.detail`."""
 
 
 class RolloutFailed(Exception):
@@ -173,7 +180,10 @@ class RolloutFailed(Exception):
 
 
 def said(error: BaseException) -> str:
-    """Return the class and message of a foreign error. Its methods may raise, so this catches everything."""
+    """Return the class and the message of an error of another library.
+
+    The error's own methods may raise, so this function catches everything.
+    """
     try:
         return f"{type(error).__name__}: {str(error)[:LONGEST_DETAIL]}"
     except BaseException:

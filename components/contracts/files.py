@@ -48,11 +48,11 @@ def regular(path: Path) -> Path:
 
 
 def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a smaller one") -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+    """Return the content of a regular file that has at most `limit` bytes.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: the file has more bytes.
+        DataError: the file has more than `limit` bytes; `remedy` is the last part of the message.
     """
     with regular(path).open("rb") as file:
         content = file.read(limit + 1)
@@ -62,6 +62,7 @@ def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a 
 
 
 def _unreadable(what: str, path: Path) -> UnreadableFile:
+    """Return the error for the file `path`; `what` is the reason, which is also the error's `strerror`."""
     error = UnreadableFile(what, where=str(path), remedy="put the file itself there, and let its reader read it")
     error.strerror = what
     return error
@@ -74,7 +75,7 @@ def _unreadable(what: str, path: Path) -> UnreadableFile:
 def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
     """Turn any error that a library raises in this block, such as for a damaged file, into a DataError.
 
-    An ArmatureError and MemoryError are raised unchanged.
+    `what` is the first part of the message. An ArmatureError and a MemoryError are raised unchanged.
     """
     try:
         yield

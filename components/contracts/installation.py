@@ -15,10 +15,11 @@ from pathlib import Path
 REPOSITORY = "DVC_ROOT"
 """The variable in which DVC passes the repository to a stage's command; in a copy it names the original."""
 COPIES = Path(".dvc/tmp/exps")
+"""Folder, relative to the repository, in which DVC makes the temporary copies."""
 
 
 def home_folder() -> Path:
-    """Return the folder in which runs keep files that outlive them."""
+    """Return the home folder: runs keep files in it that other runs need later."""
     return original(Path())
 
 
@@ -51,15 +52,16 @@ DISTRIBUTION = "armature-vla"
 """Name of the distribution for pip. On PyPI `armature`, our package and command, is the name of another project."""
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""The repository; in a wheel the package `armature`, which contains the same folders."""
+"""Root folder of the repository. In an installed wheel: the folder of the package `armature`, which contains the same
+subfolders."""
 CONFIGS = _ROOT / "configs"
 REQUIREMENTS = _ROOT / "requirements"
 SERVED = _ROOT / "components/inference/served"
 """Source of the plug-in package that runs inside vLLM servers."""
 CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() else None
-"""The repository; None in an installed wheel."""
+"""Root folder of the git checkout; None if the package was installed from a wheel."""
 MADE = ".made"
-"""Name of the file that marks an environment as complete."""
+"""Name of the file that `armature setup` writes last, so it marks a Python environment as complete."""
 
 
 def installed_version() -> str:
@@ -70,9 +72,10 @@ def installed_version() -> str:
 
 
 def installed_commit() -> str:
-    """Return the checked-out commit, with "+changed" if files differ from it; "" if it is unknown.
+    """Return the git commit of this code, with "+changed" if files differ from it; "" if the commit is unknown.
 
-    Outside of a checkout, as in container images, it is the value of ARMATURE_COMMIT.
+    In a checkout the commit comes from git. Elsewhere, for example in a container image, it is the value of the
+    environment variable ARMATURE_COMMIT.
     """
     if CHECKOUT is not None:
         command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
@@ -91,9 +94,10 @@ def install_command(extra: str) -> str:
 
 
 def server_environment() -> Path:
-    """Return the folder in which `armature setup` creates the environment of the model servers.
+    """Return the folder in which `armature setup` creates the Python environment of the model servers.
 
-    In a checkout it is `.venv-vllm`, as for `make`; otherwise a folder of the user's data, one for each release.
+    In a checkout the folder is `.venv-vllm`, which `make environments` uses too. In an installed wheel it is a folder
+    in the user's data folder, a different one for each release.
     """
     if CHECKOUT is not None:
         return CHECKOUT / ".venv-vllm"
@@ -102,7 +106,11 @@ def server_environment() -> Path:
 
 
 def server_python() -> Path:
-    """Return the Python interpreter with vLLM: from `.venv-vllm` here, else from what `armature setup` has created."""
+    """Return the Python interpreter that has vLLM.
+
+    It is the interpreter of `.venv-vllm` in the home folder, if there is one or if `armature setup` has completed no
+    environment. Otherwise it is the interpreter of the environment that `armature setup` has created.
+    """
     here, made = home_folder() / ".venv-vllm/bin/python", server_environment()
     return made / "bin/python" if not here.exists() and (made / MADE).exists() else here
 

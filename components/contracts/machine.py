@@ -15,6 +15,7 @@ from armature.components.contracts.secrets import Environment, refuse_plain_argu
 from armature.components.contracts.settings import Settings
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""File with the CPU limit of this process's container: microseconds of CPU time per period, and the period."""
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
@@ -31,6 +32,7 @@ def available_cpus(quota: Path = _QUOTA) -> int:
 
 
 Scalar = bool | int | float | str
+"""Type of the value of a vLLM argument."""
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
 """Pattern of an address HOST:PORT."""
 BASE_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
@@ -156,7 +158,7 @@ class MachineLimits(Settings):
 
 
 def _several(names: object) -> object:
-    """Return one name as a tuple, and anything else unchanged."""
+    """Return a string as a tuple of one name, and a value of another type unchanged."""
     return (names,) if isinstance(names, str) else names
 
 
@@ -284,18 +286,20 @@ class Machine(Settings):
 
     @property
     def gpus_of_trainer(self) -> tuple[int, ...]:
-        """CUDA devices of the trainer on each node; on a cluster, the GPUs of its bundle, counted from 0."""
+        """Numbers of the CUDA devices that the trainer uses on each node. On a cluster, the GPUs that Ray reserved
+        for the trainer are counted from 0."""
         return tuple(range(self.trainer_bundle.num_gpus)) if self.trainer_bundle else self.trainer.gpus
 
     def gpus_of_server(self, index: int) -> tuple[int, ...]:
-        """Return the CUDA devices of server `index`; on a cluster, the GPUs of its bundle, counted from 0."""
+        """Return the numbers of the CUDA devices that server `index` uses. On a cluster, the GPUs that Ray reserved for
+        the server are counted from 0."""
         if self.server_bundle is not None:
             return tuple(range(self.server_bundle.tensor_parallel_size))
         return self.servers.gpus[index] if index < len(self.servers.gpus) else ()
 
     @property
     def started_server_gpus(self) -> frozenset[int]:
-        """CUDA devices of all servers that the run starts; empty if it joins running servers."""
+        """Numbers of the CUDA devices of all servers that the run starts; empty if it joins running servers."""
         return frozenset() if self.joins_servers else frozenset(device for each in self.servers.gpus for device in each)
 
     @property

@@ -18,11 +18,15 @@ from armature.components.contracts.settings import not_json
 # --- Names of metrics: each metric has one writer; a name that users choose is one part of a metric's name ---
 
 _LONGEST = 100
+"""Maximum number of characters of one part of a metric's name."""
 _PLAIN = re.compile(r"[\w-](?:[\w. -]*[\w.-])?")
+"""Pattern of the names that every metrics store accepts as one part of a metric's name."""
 
 
 def merged(**writers: Mapping[str, float]) -> dict[str, float]:
-    """Join the metrics of several writers, in their order.
+    """Join the metrics of several writers, in the order of the arguments.
+
+    Each keyword argument is the name of a writer, with its metrics as the value.
 
     >>> merged(trainer={"loss": 0.5}, rollouts={"reward": 1.0})
     {'loss': 0.5, 'reward': 1.0}
@@ -41,7 +45,10 @@ def merged(**writers: Mapping[str, float]) -> dict[str, float]:
 
 
 def metrics_below(namespace: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with names that users or environments choose, such as reward parts, below a fixed namespace.
+    """Return the metrics with `namespace/` put before each name.
+
+    It is for names that users or environments choose, such as those of reward parts: a name that a metrics store would
+    refuse is changed.
 
     >>> metrics_below("reward_parts", {"mean": 1, "a/b": 2})
     {'reward_parts/mean': 1.0, 'reward_parts/a_b-c14cddc0': 2.0}
@@ -50,7 +57,10 @@ def metrics_below(namespace: str, values: Mapping[str, float]) -> dict[str, floa
 
 
 def counted_reasons(history: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return how often each reason occurred in a run's history, for failed rollouts and dropped samples together."""
+    """Return, for each reason, how many rollouts failed and samples were dropped for it in a run's history.
+
+    `history` has the metrics of each step; the counts of rollouts and samples are added up.
+    """
     counts: Counter[str] = Counter()
     for step in history:
         for name, count in step.items():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PreviousActions:
-    """The rest of the chunk that the robot executes while it waits for the next chunk.
+    """The actions that the robot has not executed yet, of the chunk that it executes while it waits for the next one.
 
     actions: float32 (steps, action dimensions) in the dataset's units; the first one belongs to the time step of the
         observation.
@@ -55,7 +55,7 @@ class RobotPolicy(Protocol):
 
     @property
     def rows_per_pass(self) -> int:
-        """Number of rows of one forward pass; a pass with fewer rows takes as long."""
+        """Number of observations that one forward pass computes. A pass with fewer observations takes the same time."""
 
     def prepared(self, observation: RobotObservation) -> RobotObservation:
         """Return the observation after all preprocessing that needs no other observation. Any thread may call this.
@@ -65,10 +65,12 @@ class RobotPolicy(Protocol):
         """
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Return actions in the dataset's units, float32 (rows, n_action_steps, action_dimensions).
+        """Return one chunk of actions for each observation.
+
+        The actions are float32 of shape (observations, n_action_steps, action_dimensions), in the dataset's units.
 
         Args:
-            seeds: one seed per row, from which the row's initial noise is drawn.
+            seeds: one seed per observation, from which the initial noise of its actions is drawn.
         """
 
     def facts(self) -> dict[str, Any]:

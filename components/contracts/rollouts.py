@@ -17,11 +17,12 @@ TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
 
 MAX_LOGPROB = 1e-5
-"""Largest valid log-prob of a sampled token. Rounding in a float32 log-softmax may exceed 0, but by less than this."""
+"""Largest valid log-prob of a sampled token. It is above 0, because a float32 log-softmax may round to a value
+slightly above 0."""
 
 
 def all_equal(rewards: Collection[float]) -> bool:
-    """Check that all rewards are equal. The tolerance is there because sums of float parts may differ by an ulp."""
+    """Check that all rewards are equal, up to rounding: sums of the same reward parts may differ by an ulp."""
     return isclose(min(rewards), max(rewards), rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -48,7 +49,7 @@ class Turn:
     reward: float
     reward_parts: Mapping[str, float]
     anchor_key: str | None  # the observation's state, for step-level groups
-    admissible_key: str | None  # of the observation's admissible actions
+    admissible_key: str | None  # digest of the observation's admissible actions
     action_defect: ActionDefect | None
     generate_seconds: float
     environment_seconds: float
@@ -72,8 +73,10 @@ class Trajectory:
         return float(sum(turn.reward for turn in self.turns))
 
     def earns(self, reward: float) -> bool:
-        """Check that the trajectory's reward is at least `reward`, up to rounding: sums of floats may be an ulp
-        less."""
+        """Check that the trajectory's reward is at least `reward`.
+
+        Rounding is tolerated, because a sum of floats may be an ulp too small.
+        """
         return self.reward >= reward or isclose(self.reward, reward, rel_tol=1e-9)
 
     @property

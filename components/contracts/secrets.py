@@ -17,7 +17,7 @@ from armature.components.contracts.errors import ConfigurationError, keep_secret
 from armature.components.contracts.settings import Settings
 
 PLAIN_SECRET = "plain_secret"
-"""Type of the validation error for a secret in plain text, whose input must not be shown."""
+"""Type of the validation error for a secret in plain text. Messages must not show the input of such an error."""
 
 SECRET_NAME = r"(API_?KEY|KEY|TOKEN(?![IS])|SECRET|PASSW|_PWD$)(?!.*(FILE|PATH|DIR)$)"
 SECRET_VALUE = r"://[^/@\s]*:[^/@\s]+@|^(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{8,}"
@@ -48,7 +48,7 @@ Variables = Mapping[str, EnvironmentReference | BlockReference | str]
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Check whether a name or the form of its value looks like a secret in plain text."""
+    """Check whether `value` is probably a secret in plain text, judged by its name and by the form of the value."""
     if not isinstance(value, str):
         return False
     return bool(value and re.search(SECRET_NAME, name.upper().replace("-", "_"))) or bool(
@@ -66,7 +66,10 @@ def without_passwords(text: str) -> str:
 
 
 def refuse_plain_variables(values: Any) -> Any:
-    """Refuse plain secrets in a table of variables. It runs before other validators, whose errors would show values."""
+    """Refuse secrets in plain text in a table of environment variables.
+
+    This validator runs before the others, because their errors would show the values.
+    """
     remedy = (
         'name the variable that holds it, {name} = { env = "NAME" }, or leave it out: children inherit our environment'
     )
@@ -74,11 +77,13 @@ def refuse_plain_variables(values: Any) -> Any:
 
 
 def refuse_plain_arguments(values: Any) -> Any:
-    """Refuse plain secrets in a table of a program's arguments, which `ps` would show as well."""
+    """Refuse secrets in plain text in a table of a program's arguments, which other users of the machine can list."""
     return _refuse(values, "name the variable that holds it in machine.servers.environment")
 
 
 def _refuse(values: Any, remedy: str) -> Any:
+    """Return the table `values` unchanged, or raise a validation error with this remedy if a value looks like a
+    secret."""
     for name, value in values.items() if isinstance(values, Mapping) else ():
         if is_secret(str(name), value):
             what = "{name} looks like a secret, and settings are recorded in plain text: "
@@ -87,7 +92,7 @@ def _refuse(values: Any, remedy: str) -> Any:
 
 
 def refuse_plain_key(value: Any) -> Any:
-    """Refuse a plain text in a field that has to refer to a key."""
+    """Refuse a string in a field for a key: the field has to contain a reference to the key."""
     if isinstance(value, str):
         raise PydanticCustomError(
             PLAIN_SECRET, 'a key is not written here, settings are recorded in plain text: { env = "NAME" } names it'
@@ -107,7 +112,8 @@ def refuse_plain_url(value: Any) -> Any:
 
 
 _SCHEMA = {"patternProperties": {SECRET_NAME: {"type": "object"}}}
-"""JSON schema by which Prefect's server refuses plain secrets before a run's parameters are in its database."""
+"""JSON schema of a table of variables that allows no secret in plain text. Prefect's server checks it before it writes
+a run's parameters to its database."""
 
 PlainText = Annotated[str, Field(json_schema_extra={"not": {"pattern": SECRET_VALUE}})]
 Environment = Annotated[
@@ -119,7 +125,9 @@ Environment = Annotated[
 
 
 def resolve(environment: Variables, where: str) -> dict[str, str]:
-    """Return the variables with references replaced by secret values, which no later error shows.
+    """Return the variables with each reference replaced by the value of its secret.
+
+    Later errors show *** in place of these values. `where` is the dotted key of the table, for errors.
 
     Raises:
         ConfigurationError: a named variable is not set, or a block was not read.

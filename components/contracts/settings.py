@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema
 
 EXACT = frozenset({"int", "float", "bool"})
-"""Types that are not converted: true is not 1, "3" is not 3, and 1 is not true. But an int is accepted as a float."""
+"""Names of the pydantic types whose values are not converted: true is not 1, "3" is not 3, and 1 is not true. But an
+int is accepted as a float."""
 NO_SCHEMAS = frozenset({"default", "expected", "metadata", "serialization"})
-"""Keys of a core schema whose contents are values, not schemas."""
+"""Keys of a pydantic core schema whose contents are values, not further schemas."""
 
 
 def _make_exact(schema: Any) -> None:
-    """Set `strict` in all schemas of exact types below `schema`."""
+    """Set `strict` in all schemas of the types in `EXACT` within the pydantic core schema `schema`."""
     if isinstance(schema, dict):
         if schema.get("type") in EXACT:
             schema["strict"] = True
@@ -36,7 +37,10 @@ def _make_exact(schema: Any) -> None:
 
 
 def not_json(value: Any, where: str) -> str:
-    """Return a message about the first value in a nested `value` that JSON cannot express; "" if it can express all."""
+    """Return a message about the first part of a nested `value` that has no JSON form; "" if every part has one.
+
+    `where` is the dotted key of the value, for the message.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return f"{where} is not a finite number"
     if isinstance(value, date | time):
@@ -49,7 +53,8 @@ def not_json(value: Any, where: str) -> str:
 
 
 def _lone_surrogate(value: Any) -> str:
-    """Return the first text in a nested `value` that cannot be encoded as UTF-8, escaped; "" if all can."""
+    """Return the first text in a nested `value` that cannot be encoded as UTF-8, with escapes in place of its
+    non-ASCII characters; "" if all texts can be encoded."""
     left = [value]
     while left:
         part = left.pop()
@@ -63,6 +68,7 @@ def _lone_surrogate(value: Any) -> str:
 
 
 def _sorted_tables(value: Any) -> Any:
+    """Return a nested value with the keys of all its tables sorted; the order of lists is kept."""
     if isinstance(value, Mapping):
         return {key: _sorted_tables(value[key]) for key in sorted(value, key=str)}
     return [_sorted_tables(item) for item in value] if isinstance(value, list) else value
@@ -99,7 +105,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _add_the_default_tag(cls, values: Any) -> Any:
-        """Give a table without the discriminator of its union the tag of the default variant."""
+        """Complete each table that does not name its variant of a union: it gets the tag of the default variant."""
         if not isinstance(values, Mapping):
             return values
         complete = dict(values)

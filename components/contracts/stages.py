@@ -45,7 +45,7 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class StageReport:
-    """Facts about a stage's output: rows per table, and dropped rows by reason."""
+    """Facts about a stage's output: number of rows of each table, and number of dropped rows for each reason."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
     drops: Mapping[str, int] = field(default_factory=dict)
@@ -66,13 +66,16 @@ class Units(Protocol):
 
 
 class Saved(Protocol):
-    """A callback for each checkpoint that a trainer saves; `best` is the folder of the best weights, if any."""
+    """A function that is called with the folder of each checkpoint that a trainer saves.
+
+    `best` is the folder of the best weights so far, or None.
+    """
 
     def __call__(self, checkpoint: Path, best: Path | None = None) -> None: ...
 
 
 def not_sent(checkpoint: Path, best: Path | None = None) -> None:
-    """Do nothing: checkpoints stay on this machine."""
+    """Do nothing. This is the default of `StageContext.saved`: checkpoints stay on this machine."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,18 @@ class StageContext:
 
 
 def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
-    """Return no further sources: most stages depend only on their version, settings and inputs."""
+    """Return an empty mapping, the default of `Stage.sources`.
+
+    Most outputs depend only on the stage's version, settings and inputs.
+    """
     return {}
 
 
 def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> SettingsT:
-    """Return the settings unchanged, for stages whose settings contain no branch or tag that can move."""
+    """Return the settings unchanged, the default of `Stage.resolve`.
+
+    It fits stages whose settings name no branch or tag, which could move to another commit.
+    """
     return settings
 
 

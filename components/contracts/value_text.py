@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 EXACT = 2**53
-"""Above this number float64 cannot represent every whole number."""
+"""The whole number up to which float64 represents every whole number exactly."""
 
 
 def value_text(value: Any) -> str:
@@ -60,12 +60,19 @@ def plain_number(value: float | Decimal) -> int | float | str | None:
 
 
 def _is_exact(value: float | np.floating[Any] | Decimal) -> bool:
-    """Check for a whole number whose digits are all exact."""
+    """Check whether `value` is a whole number that its type represents exactly, so that all of its digits are valid.
+
+    Decimals are always exact; floats are exact below `EXACT`.
+    """
     return int(value) == value and (isinstance(value, Decimal) or abs(int(value)) < EXACT)
 
 
 def _number(value: Decimal, most: float, least: float) -> str:
-    """Return the digits, without an exponent if the decimal point is in (least, most] places after the first digit."""
+    """Return a decimal number as text.
+
+    The text has no exponent if the decimal point is more than `least` and at most `most` places after the start of the
+    digits; a negative count means zeros between the point and the first digit.
+    """
     sign, digits, exponent = value.as_tuple()
     assert isinstance(exponent, int)  # the value is finite
     text = "".join(map(str, digits)).lstrip("0")
