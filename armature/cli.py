@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import sys
 from platform import python_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from armature.commands import models, platform, recipes, results, store
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 
+GROUPS = {
+    "Recipes": ("init", "list", "check", "plan", "show", "run", "view"),
+    "Models": ("setup", "train-multimodal", "serve", "serve-policy", "export", "push"),
+    "Platform": ("up", "down", "status", "env", "deploy", "submit"),
+    "Artifacts": ("stage", "verify", "store"),
+}
+"""Headings of `armature --help` and their commands, in the order that a newcomer needs them."""
+
+
+class GroupedCommands(TyperGroup):
+    """The command group whose help lists the commands under the headings of `GROUPS`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each heading, with the name and the short help of its commands."""
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+
+
 app = typer.Typer(
+    cls=GroupedCommands,
     help="Post-training of vision-language models as flows that can be repeated.",
     epilog="First steps: armature list; armature run train-vlm/colors; armature init my-project",
     no_args_is_help=True,

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -37,23 +37,39 @@ def init(
 
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """List the recipes."""
+    """List the recipes, grouped by the GPUs that they need."""
     from armature.components.configuration import load_recipe, recipe_names
-    from armature.deployments import pool_of
+    from armature.deployments import gpus_and_memory, pool_of
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in recipe_names():
         try:
             recipe = load_recipe(name)
-            rows.append({"name": name, "pool": pool_of(recipe), "description": recipe.description})
+            gpus, gib = gpus_and_memory(recipe)
+            row = {"pool": pool_of(recipe), "gpus": gpus, "gpu_gib": gib, "description": recipe.description}
         except ConfigurationError as error:  # the other recipes are listed all the same
-            rows.append({"name": name, "pool": "-", "description": f"cannot be used: {error.what}"})
+            row = {"pool": "-", "gpus": None, "gpu_gib": None, "description": f"cannot be used: {error.what}"}
+        rows.append({"name": name, **row})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
     width = max((len(row["name"]) for row in rows), default=0)
-    for row in rows:
-        print(f"{row['name']:<{width}}  {row['pool']:<9}  {row['description']}")
+    needs = {(row["gpus"], row["gpu_gib"]) for row in rows}
+    for gpus, gib in sorted(needs, key=lambda need: (need[0] is None, need[0] or 0, need[1] or 0)):
+        print(f"{_heading(gpus, gib)}:")
+        for row in rows:
+            if (row["gpus"], row["gpu_gib"]) == (gpus, gib):
+                print(f"  {row['name']:<{width}}  {row['description']}")
+        print()
+
+
+def _heading(gpus: int | None, gib: int | None) -> str:
+    """Return the heading of the recipes that need `gpus` GPUs of `gib` GiB; None: not known."""
+    if gpus is None:
+        return "cannot be used"
+    if gpus == 0:
+        return "runs on this machine, without a GPU"
+    return f"needs {'a GPU' if gpus == 1 else f'{gpus} GPUs'}" + (f" of {gib} GiB" if gib else "")
 
 
 @app.command(epilog="Examples: armature check train-vlm/colors; armature check train-vlm/chartqa --gpu h100")

@@ -10,10 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from armature.cli import GROUPS, app
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+GPUS = {
+    "train-vlm/colors": (0, None),
+    "train-vlm/chartqa": (1, 24),
+    "train-vlm/chartqa-7b": (1, 80),
+    "train-vlm/molmo2": (4, None),
+    "train-vla/molmoact2": (8, None),
+}
+"""GPUs that recipes name in their machine section, and the GiB of each one that their description names."""
 
 
 def test_list_prints_json(tmp_path):
@@ -22,6 +34,19 @@ def test_list_prints_json(tmp_path):
     by_name = {row["name"]: row for row in json.loads(done.stdout)}
     assert by_name["train-vlm/colors"]["pool"] == "cpu"
     assert by_name["train-vlm/qwen3-vl"]["pool"] == "train-gpu"
+    assert {name: (by_name[name]["gpus"], by_name[name]["gpu_gib"]) for name in GPUS} == GPUS
+
+
+def test_list_puts_recipes_under_the_gpus_that_they_need(armature):
+    groups = [group.splitlines() for group in armature("list").stdout.strip().split("\n\n")]
+    place = {line.split()[0]: number for number, group in enumerate(groups) for line in group[1:]}
+    assert [place[name] for name in GPUS] == sorted({place[name] for name in GPUS}) and place["train-vlm/colors"] == 0
+
+
+def test_help_shows_every_command_under_one_heading(armature):
+    sections = dict(section.split(":\n", 1) for section in armature("--help").stdout.split("\n\n") if ":\n" in section)
+    shown = [line.split()[0] for heading in GROUPS for line in sections[heading].splitlines()]
+    assert sorted(shown) == sorted(get_command(app).commands)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +215,7 @@ def test_list_shows_recipes_beside_an_invalid_one(tmp_path, armature, monkeypatc
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path / "configs")
     done = armature("list")
     assert done.code == 0 and "train-vlm/qwen3-vl" in done.stdout
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     for name, (_, output) in broken.items():
         assert "cannot be used: " in lines[name] and output in lines[name]
 
