@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image
 
 from armature.components.artifacts.disk import write_file
 from armature.components.artifacts.images import ImageStore
@@ -38,8 +38,8 @@ STATE = "trackers.json"
 step that was sent and the place where the run can be seen."""
 ROLLOUTS, IMAGES = 8, 4
 """Maximum number of rollouts in a table, each from a different group, and maximum number of images per rollout."""
-COLUMNS = ("rollout", "task", "images", "prompt", "answer", "reward")
-"""Headings of a Markdown table of rollouts."""
+TEXTS = ("rollout", "task", "prompt", "answer", "reward")
+"""Columns of a table of rollouts, besides the images."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,8 @@ class TrackerRun:
     images: Path
 
 
-@dataclass(frozen=True)
-class ShownRollout:
-    """A rollout in a table of a tracker: its first prompt, all answers, and the images of its last prompt."""
-
-    rollout: str
-    task: str
-    images: Sequence[Image.Image]
-    prompt: str
-    answer: str
-    reward: float
-
-
-Tables = Mapping[str, Sequence[ShownRollout]]
-"""The rollouts of each table, by the name of the table."""
+Tables = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The rollouts of each table, by the name of the table: the columns `TEXTS`, and `images`, a list of Pillow images."""
 
 
 class Tracker(Protocol):
@@ -98,9 +86,8 @@ class TensorBoard:
 
         folder = run.folder / "tensorboard" / run.project
         # After a crash the files may have a step that the state does not have: purge_step hides it.
-        purge = None if sent is None else sent + 1
+        self._writer = SummaryWriter(f"{folder}/{run.name}-{run_id}", purge_step=None if sent is None else sent + 1)
         self.sent = sent
-        self._writer = SummaryWriter(str(folder / f"{run.name}-{run_id}"), purge_step=purge)
         self.place = f"tensorboard --logdir {folder}"
         if sent is None:
             self._writer.add_text("settings", f"```json\n{json.dumps(run.settings, indent=1, default=str)}\n```")
@@ -109,15 +96,21 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         for table, rollouts in tables.items():
-            self._writer.add_text(table, _markdown(rollouts), step)
-            for row, rollout in enumerate(rollouts):
-                for number, image in enumerate(rollout.images):
-                    tag = f"{table}/{row}-{number}"
-                    self._writer.add_image(tag, np.asarray(image), step, dataformats="HWC")
+            cells = [TEXTS, ["---"] * len(TEXTS), *([_cell(row[name]) for name in TEXTS] for row in rollouts)]
+            self._writer.add_text(table, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+            for row in rollouts:
+                for number, image in enumerate(row["images"]):
+                    pixels, tag = np.asarray(image), f"{table}/{row['rollout']}/{number}"
+                    self._writer.add_image(tag, pixels, step, dataformats="HWC")
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
         self._writer.close()
+
+
+def _cell(value: object) -> str:
+    """Return the value as text that fits into one cell of a Markdown table."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 class Trackio:
@@ -126,17 +119,10 @@ class Trackio:
     def __init__(self, run: TrackerRun, run_id: str, sent: int | None) -> None:
         import trackio
 
+        name = f"{run.name} {run_id}"  # Trackio finds a run to resume by its name
+        begin = partial(trackio.init, run.project, name=name, config=dict(run.settings), resume="allow", embed=False)
         # In a context of its own, the run is not the "current" one, which Trackio would finish when another begins.
-        self._run = Context().run(
-            trackio.init,
-            run.project,
-            name=f"{run.name} {run_id}",  # Trackio finds a run to resume by its name
-            config=dict(run.settings),
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+        self._run = Context().run(begin, auto_log_cpu=False, auto_log_gpu=False)
         self.place = self._run.url or f"trackio show --project {run.project}"
         # Trackio writes twice a second, so a killed process may have sent more than the database has.
         self.sent = self._run._next_step - 1
@@ -145,8 +131,8 @@ class Trackio:
         from trackio import Image, Table
 
         shown = {
-            table: Table(data=[vars(each) | {"images": [Image(image) for image in each.images]} for each in rollouts])
-            for table, rollouts in tables.items()
+            name: Table(data=[{**row, "images": [*map(Image, row["images"])]} for row in rows])
+            for name, rows in tables.items()
         }
         self._run.log({**values, **shown}, step)
 
@@ -161,53 +147,34 @@ class WeightsAndBiases:
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", run.project),
-            name=run.name,
-            id=run_id,
-            resume="allow",
-            dir=run.folder,
-            config=dict(run.settings),
-            reinit="create_new",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                finish_timeout=300.0,  # without a limit, finish() waits for an unreachable server for days
-                finish_timeout_raises=True,
-                x_transaction_log_flush_interval=1.0,  # an offline run of a killed process lacks its last second
-            ),
-        )
+        project = os.environ.get("WANDB_PROJECT", run.project)
+        own = {"name": run.name, "id": run_id, "dir": run.folder, "config": dict(run.settings)}
+        # Without a limit, finish() waits for an unreachable server for days. An offline run of a killed process lacks
+        # what was not flushed.
+        limits = {"finish_timeout": 300.0, "finish_timeout_raises": True, "x_transaction_log_flush_interval": 1.0}
+        settings = wandb.Settings(silent=True, console="off", **limits)
+        self._run = wandb.init(project=project, resume="allow", reinit="create_new", settings=settings, **own)
         self.sent = sent if self._run.offline else self._run.starting_step - 1
         # A resumed run has another folder. `wandb sync` sends all that match, in their order, as one run.
         self.place = f"wandb sync {run.folder}/wandb/*-{run_id}" if self._run.offline else str(self._run.url)
 
     def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
-        shown = {table: _wandb_table(rollouts) for table, rollouts in tables.items()}
+        from wandb import Image, Table
+
+        shown = {}
+        for table, rollouts in tables.items():
+            most = max(len(row["images"]) for row in rollouts)
+            images = [[*map(Image, row["images"]), *[None] * (most - len(row["images"]))] for row in rollouts]
+            rows = [[*(row[name] for name in TEXTS), *beside] for row, beside in zip(rollouts, images, strict=True)]
+            shown[table] = Table(columns=[*TEXTS, *(f"image {number}" for number in range(most))], data=rows)
         self._run.log({**values, **shown}, step=step, commit=True)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-def _wandb_table(rollouts: Sequence[ShownRollout]) -> Any:
-    """Return a table of Weights & Biases with a column for each image of a rollout."""
-    import wandb
-
-    most = max(len(each.images) for each in rollouts)
-    rows = [
-        [each.rollout, each.task, *map(wandb.Image, each.images), *[None] * (most - len(each.images)), each.prompt,
-         each.answer, each.reward]
-        for each in rollouts
-    ]  # fmt: skip
-    columns = ["rollout", "task", *(f"image {number}" for number in range(most)), "prompt", "answer", "reward"]
-    return wandb.Table(columns=columns, data=rows)
-
-
-TRACKERS: dict[str, Callable[[TrackerRun, str, int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WeightsAndBiases,
-}
+Opener = Callable[[TrackerRun, str, int | None], Tracker]
+TRACKERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
 
 
 def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_to") -> None:
@@ -219,20 +186,14 @@ def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_t
     for name in names:
         if name not in TRACKERS:
             raise ConfigurationError(
-                f"no tracker is called {name!r}",
-                code="unknown_tracker",
-                where=where,
-                remedy=suggestion(name, TRACKERS),
+                f"no tracker is called {name!r}", code="unknown_tracker", where=where, remedy=suggestion(name, TRACKERS)
             )
         if find_spec(name) is None:
+            remedy = install_command(name)
             raise ConfigurationError(
-                f"the package {name} is not installed",
-                code="package_missing",
-                where=where,
-                remedy=install_command(name),
+                f"the package {name} is not installed", code="package_missing", where=where, remedy=remedy
             )
-    online = os.environ.get("WANDB_MODE") not in ("offline", "disabled")
-    if "wandb" in names and online and not os.environ.get("WANDB_API_KEY"):
+    if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
         import wandb
 
         if not wandb.login(prompt=False, verify=False):  # it knows where else a key may be
@@ -246,8 +207,7 @@ def refuse_missing_trackers(names: Sequence[str], where: str = "machine.report_t
 
 def tracker_places(workspace: Path) -> dict[str, str]:
     """Return, for each tracker, where the run of the stage with this workspace can be seen: a URL or a command."""
-    places: dict[str, str] = _read_state(workspace).get("places", {})
-    return places
+    return dict(_read_state(workspace).get("places", {}))
 
 
 def _read_state(workspace: Path) -> dict[str, Any]:
@@ -270,22 +230,16 @@ def with_trackers(events: Events, names: Sequence[str], run: TrackerRun) -> Iter
     if not names:
         yield events
         return
-    tracked = TrackedEvents(events, names, run)
+    tracked, failed = TrackedEvents(events, names, run), True
     try:
         yield tracked
-    except BaseException:
-        tracked.close(failed=True)
-        raise
-    tracked.close(failed=False)
+        failed = False
+    finally:
+        tracked.close(failed)
 
 
-@dataclass
-class _Row:
-    """The metrics of a step, and the folders with the rollouts to show, by the name of the table that shows them."""
-
-    step: int
-    values: Mapping[str, float]
-    folders: Mapping[str, Path] = field(default_factory=dict)
+Row = tuple[int, Mapping[str, float], dict[str, Path]]
+"""A step, its metrics, and the folders with the rollouts to show, by the name of the table that shows them."""
 
 
 @dataclass
@@ -294,7 +248,7 @@ class _Sink:
 
     sent: int | None
     tracker: Tracker | None = None
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     failed: bool = False
 
 
@@ -302,7 +256,7 @@ class TrackedEvents:
     """Events that pass everything on to `events`, and send metrics and rollouts to trackers as well."""
 
     def __init__(self, events: Events, names: Sequence[str], run: TrackerRun) -> None:
-        self._events, self._run, self._lock = events, run, Lock()
+        self._events, self._run = events, run
         # A training that is made again from its beginning has the same fingerprint, but a new workspace and id.
         state, own = _read_state(run.workspace), run.fingerprint[:12]
         new: dict[str, Any] = {"id": f"{own}-{secrets.token_hex(3)}", "sent": {}, "places": {}}
@@ -322,70 +276,63 @@ class TrackedEvents:
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
         self._events.artifact(artifact, role, step)
         if role == "output" and step is not None:
-            with self._lock:
-                self._tables[step][artifact.kind] = artifact.path
+            self._tables[step][artifact.kind] = artifact.path  # the step's metrics follow later
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._events.metrics(values, step)
         folders = self._folders_of(step)
         for name, sink in self._sinks.items():
             if sink.tracker is None and not sink.failed:  # a tracker that cannot be opened is not tried again
-                self._open(name, sink)
-            last = sink.rows[-1].step if sink.rows else -1 if sink.sent is None else sink.sent
+                with self._warning(name, sink):
+                    sink.tracker = TRACKERS[name](self._run, self._state["id"], sink.sent)
+                    sink.sent = sink.tracker.sent
+            last = sink.rows[-1][0] if sink.rows else -1 if sink.sent is None else sink.sent
             if step > last:  # a resumed run may report the steps before its checkpoint again
-                sink.rows += [*self._rows_between(last, step), _Row(step, dict(values), folders)]
+                sink.rows += [*self._rows_between(last, step), (step, dict(values), dict(folders))]
                 self._send(name, sink)
         self._write_state()
 
     def close(self, failed: bool) -> None:
         """Send the remaining rows, close the trackers, and report where they have the run and what they lack."""
         for name, sink in self._sinks.items():
-            if sink.tracker is None:
-                continue
-            self._send(name, sink)
-            try:
-                sink.tracker.close(failed)
-            except Exception as error:  # see `_open`
-                self._warn(name, sink, error)
-            self.message(f"{name}: {sink.tracker.place}")
-        if self._state["sent"] and not failed:  # an error here would hide the one that ended the run
-            self._write_state()
-        for name, sink in self._sinks.items():
+            if sink.tracker is not None:
+                self._send(name, sink)
+                with self._warning(name, sink):
+                    sink.tracker.close(failed)
+                self.message(f"{name}: {sink.tracker.place}")
             if sink.rows:
                 self.message(f"warning: {name} lacks {len(sink.rows)} steps, which are in {self._run.workspace}")
+        if self._state["sent"] and not failed:  # an error here would hide the one that ended the run
+            self._write_state()
 
-    def _open(self, name: str, sink: _Sink) -> None:
+    @contextmanager
+    def _warning(self, name: str, sink: _Sink) -> Iterator[None]:
+        """Turn an error into a warning, the first time: no run may end for a tracker, whose library raises anything."""
         try:
-            sink.tracker = TRACKERS[name](self._run, self._state["id"], sink.sent)
-            sink.sent = sink.tracker.sent
-        except Exception as error:  # the library of another project may raise anything, and no run may end for it
-            self._warn(name, sink, error)
+            yield
+        except Exception as error:
+            if not sink.failed:
+                self.message(f"warning: {name} failed, and the run continues: {blanked(f'{error!r:.500}')}")
+            sink.failed = True
 
     def _send(self, name: str, sink: _Sink) -> None:
-        if sink.tracker is None:
-            return
-        try:
-            while sink.rows:
-                row = sink.rows[0]
-                folders, row.folders = row.folders, {}  # if an image or a table is refused, try again without it
+        with self._warning(name, sink):
+            while sink.tracker is not None and sink.rows:
+                step, values, folders = sink.rows[0]
                 images = ImageStore(self._run.images)
-                tables = {table: shown_rollouts(folder, images) for table, folder in folders.items()}
-                sink.tracker.log(row.values, row.step, {table: shown for table, shown in tables.items() if shown})
-                sink.sent = row.step
+                wanted = dict(folders)
+                folders.clear()  # if an image or a table is refused, try again without it
+                tables = {table: shown_rollouts(folder, images) for table, folder in wanted.items()}
+                sink.tracker.log(values, step, {table: shown for table, shown in tables.items() if shown})
                 del sink.rows[0]
-                self._state["sent"][name], self._state["places"][name] = row.step, sink.tracker.place
-        except Exception as error:  # see `_open`
-            self._warn(name, sink, error)
+                sink.sent = self._state["sent"][name] = step
+                self._state["places"][name] = sink.tracker.place
 
     def _write_state(self) -> None:
+        """Write the id of the runs, the last steps and the places to the `STATE` file of the workspace."""
         write_file(self._run.workspace / STATE, dump_json(self._state))
 
-    def _warn(self, name: str, sink: _Sink, error: Exception) -> None:
-        if not sink.failed:
-            self.message(f"warning: {name} failed, and the run continues: {blanked(f'{error!r:.500}')}")
-        sink.failed = True
-
-    def _rows_between(self, last: int, step: int) -> list[_Row]:
+    def _rows_between(self, last: int, step: int) -> list[Row]:
         """Return the rows of the steps after `last` and before `step`, read from the run's history.
 
         The tracker lacks these steps if an earlier process crashed before it had sent them.
@@ -394,70 +341,45 @@ class TrackedEvents:
             return []
         history = History(self._run.workspace / "history.jsonl").read()
         rows = [(int(row["step"]), {name: value for name, value in row.items() if name != "step"}) for row in history]
-        return [_Row(number, values) for number, values in rows if last < number < step]
+        return [(number, values, {}) for number, values in rows if last < number < step]
 
     def _folders_of(self, step: int) -> dict[str, Path]:
         """Return the folders with the rollouts to show at this step, by the name of their table.
 
         The rollouts of evaluations are always shown, and those of training only at the first and the last step.
         """
-        with self._lock:
-            folders = self._tables.pop(step, {})
         shown = step in (1, self._last)
-        return {kind: folder for kind, folder in folders.items() if shown or kind != "rollouts"}
+        return {kind: path for kind, path in self._tables.pop(step, {}).items() if shown or kind != "rollouts"}
 
 
-def shown_rollouts(folder: Path, images: ImageStore) -> list[ShownRollout]:
+def shown_rollouts(folder: Path, images: ImageStore) -> list[dict[str, Any]]:
     """Return the first rollout of each of the first `ROLLOUTS` groups in the folder's `rollouts.parquet`.
 
-    The list is empty if the folder has no such table, or if the table has robots' actions instead of texts.
+    A row has the first prompt, all answers, and the images of the last prompt. The list is empty if the folder has no
+    such table, or if the table has robots' actions instead of texts.
     """
     path = folder / "rollouts.parquet"
     columns = ["group_id", "trajectory_id", "task_id", "images", "messages", "completion", "reward"]
     if not path.is_file() or not set(columns) <= set(pq.read_schema(path).names):
         return []
-    rows = pq.read_table(path, columns=columns).to_pylist()
-    groups = islice(groupby(rows, key=lambda row: row["group_id"]), ROLLOUTS)
-    return [_shown(list(next(groupby(group, key=lambda row: row["trajectory_id"]))[1]), images) for _, group in groups]
-
-
-def _shown(turns: Sequence[Mapping[str, Any]], images: ImageStore) -> ShownRollout:
-    """Return a rollout to show; `turns` are its rows in `rollouts.parquet`."""
-    refs = [ImageRef(**each) for each in turns[-1]["images"][:IMAGES]]
-    return ShownRollout(
-        rollout=turns[0]["trajectory_id"],
-        task=turns[0]["task_id"],
-        images=[images.open(ref) for ref in refs],
-        prompt="\n".join(_texts(json.loads(turns[0]["messages"]))),
-        answer=" / ".join(turn["completion"] for turn in turns),
-        reward=sum(turn["reward"] for turn in turns),
-    )
+    shown = []
+    for _, group in islice(groupby(pq.read_table(path, columns=columns).to_pylist(), itemgetter("group_id")), ROLLOUTS):
+        turns = list(next(groupby(group, itemgetter("trajectory_id")))[1])
+        row = {
+            "rollout": turns[0]["trajectory_id"],
+            "task": turns[0]["task_id"],
+            "images": [images.open(ImageRef(**each)) for each in turns[-1]["images"][:IMAGES]],
+            "prompt": "\n".join(_texts(json.loads(turns[0]["messages"]))),
+            "answer": " / ".join(turn["completion"] for turn in turns),
+            "reward": sum(turn["reward"] for turn in turns),
+        }
+        shown.append(row)
+    return shown
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the texts of chat messages, without their images."""
     for message in messages:
         content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if part["type"] == "text")
-
-
-def _markdown(rollouts: Sequence[ShownRollout]) -> str:
-    """Return rollouts as a Markdown table.
-
-    TensorBoard shows the images on another page, so a row has only the numbers that the images have there.
-    """
-    rows = [
-        (each.rollout, each.task, f"{row}-0 to {row}-{len(each.images) - 1}" if each.images else "", each.prompt,
-         each.answer, f"{each.reward:g}")
-        for row, each in enumerate(rollouts)
-    ]  # fmt: skip
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Return the text so that it fits into one cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        yield from (part["text"] for part in parts if part["type"] == "text")

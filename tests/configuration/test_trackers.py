@@ -133,9 +133,9 @@ class TensorBoardFiles:
                 lines = event.tensor_proto.string_val[0].decode().replace("\\|", "¦").splitlines()
                 cells = [[cell.strip().replace("¦", "|") for cell in line.split("|")[1:-1]] for line in lines]
                 rows = [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
-                for number, row in enumerate(rows):
+                for row in rows:
                     row["reward"] = float(row["reward"])
-                    row["images"] = [self._image(f"{table}/{number}-{place}", event.step) for place in range(2)]
+                    row["images"] = [self._image(f"{table}/{row['rollout']}/{n}", event.step) for n in range(2)]
                 found[table, event.step] = rows
         return found
 
