@@ -93,6 +93,7 @@ __all__ = [
     "vllm_server",
 ]
 
+# The module that defines each public name.
 _MODULES = {
     "ArmatureError": "armature.components.contracts.errors",
     "ConfigurationError": "armature.components.contracts.errors",

@@ -40,6 +40,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
 
 
 def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
+    """Do the work of `check_recipe`, within the recipe's project."""
     print(f"{recipe.name}: every value is valid")
     recipe.values.refuse_sources()
     if gpu is not None or not configuration_only:  # before the machine is checked: an estimate needs no GPU
@@ -65,7 +66,10 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
 
 
 def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
-    """Return lines that say how the last run's GPUs would best be divided between its servers and its trainer."""
+    """Return lines about the best division of GPUs between servers and trainer.
+
+    It is computed from the times that the last finished run of the recipe measured.
+    """
     from armature.components.planning.balance import last_run, share_lines
     from armature.components.rl.settings import TrainVLMSettings
 
@@ -100,6 +104,7 @@ def check_ahead(recipe: Recipe) -> Machine:
 
 
 def _check_triton(machine: Machine) -> None:
+    """Raise ConfigurationError if the Triton kernels cannot run: they need a GPU, or Triton's interpreter."""
     if not machine.gpus_of_trainer and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigurationError(
             "the Triton kernels need a CUDA device, and no GPU is named for the trainer",
@@ -110,6 +115,7 @@ def _check_triton(machine: Machine) -> None:
 
 
 def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
+    """Print how many workers, servers and trainer nodes the cluster has room for, and how many the settings ask for."""
     from armature.components.machine.workers.actor import room  # Ray is an extra
 
     def print_room(placed: ClusterSettings | Bundle, what: str, counts: Mapping[str, int]) -> None:
@@ -161,6 +167,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
 
 
 def _has_vllm(python: Path) -> bool:
+    """Check that the Python interpreter runs and can import vLLM."""
     find = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", find], capture_output=True, timeout=60, check=False).returncode == 0
@@ -169,6 +176,9 @@ def _has_vllm(python: Path) -> bool:
 
 
 def _resolved(recipe: Recipe, name: str) -> BaseModel:
-    """Return the settings of a stage without inputs, with branches and tags replaced by commits, and print these."""
+    """Return the settings of stage `name`, which has no inputs, with branches and tags replaced by commits.
+
+    Each replacement is printed.
+    """
     stage: Stage[Any] = STAGES[name]
     return stage.resolve(recipe.settings_for(stage.settings), {}, print)

@@ -46,6 +46,7 @@ for group in (recipes, results, models, platform, store):
 
 
 def _print_version(asked: bool) -> None:
+    """Print the version and exit, if the user asked for it with `--version`."""
     if asked:
         from armature.components.contracts.installation import DISTRIBUTION, installed_version
 

@@ -23,22 +23,24 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
+"""Prefect's work pools: for recipes without GPUs, with GPUs for servers only, and with GPUs for the trainer."""
 
 USE_PROJECT = "armature.components.machine.project.use_project"
 SET_WORKING_DIRECTORY = "prefect.deployments.steps.set_working_directory"
 TRAINER_GIB, SERVER_GIB = 96, 24
-"""Memory of the machine for each GPU of the trainer and of a server."""
+"""Main memory in GiB that a job gets for each GPU of the trainer, and for each GPU of a server."""
 HOME = "ARMATURE_HOME"
-"""Variable with the working folder of runs. If it is not set here, each worker uses its own value."""
+"""Environment variable with the working folder of runs. If it is not set when a deployment is created, each worker uses
+the value of its own environment."""
 
 
 def flow_of(kind: str) -> Any:
-    """The Prefect flow of a kind of recipe; importing it takes seconds."""
+    """Import and return the Prefect flow of a kind of recipe (a key of `RECIPES`). The import takes seconds."""
     return resolve_name(RECIPES[kind].FLOW)
 
 
 def pool_of(recipe: Recipe) -> str:
-    """Return the work pool of a recipe, from the GPUs that its machine section names."""
+    """Return the name of the work pool for a recipe. It depends on the GPUs that the machine section names."""
     machine = recipe.machine
     if machine.trainer.gpus:
         return "train-gpu"
@@ -84,7 +86,9 @@ def job_variables(machine: Machine) -> dict[str, Any]:
 
 
 def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `job_variables` and the container image: the one with vLLM if the recipe starts model servers.
+    """Return the job variables of a Kubernetes pod for a recipe: its resources and its container image.
+
+    The resources are `job_variables`. The image contains vLLM if the recipe starts model servers.
 
     Args:
         template: base job template of the work pool (infra/kubernetes/base/job-template.json, filled in by
@@ -132,7 +136,9 @@ def deployment(recipe: Recipe, template: Mapping[str, Any] | None = None) -> dic
 
 
 def deploy(client: SyncPrefectClient, names: Sequence[str] = ()) -> list[str]:
-    """Create or update the deployments of recipes (names or files); without names, of all installed recipes.
+    """Create or update one deployment for each recipe.
+
+    `names` are recipe names or files. If it is empty, all installed recipes get a deployment.
 
     Returns:
         The names of the deployments.
@@ -167,6 +173,10 @@ def deploy(client: SyncPrefectClient, names: Sequence[str] = ()) -> list[str]:
 
 
 def without_worker(pools: Collection[str], names: Sequence[str] = ()) -> dict[str, int]:
-    """Count recipes by work pool, for the work pools that are not in `pools` and so have no worker here."""
+    """Return, for each work pool that is not in `pools`, how many recipes need it.
+
+    Such a pool has no worker here. `names` are recipe names or files; if it is empty, all installed recipes are
+    counted.
+    """
     needed = Counter(pool_of(load_recipe(name)) for name in names or recipe_names())
     return {pool: count for pool, count in needed.items() if pool not in pools}

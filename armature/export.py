@@ -34,10 +34,13 @@ from armature.components.models.source import ADAPTER, locate
 from armature.model_card import Form, TrainingRecord, model_card, read_record
 
 CARD = "README.md"
+"""File name of the model card."""
 RELEASED = "allenai/MolmoAct2"
+"""Hub name of the released robot policy, whose tokenizer and image processor LeRobot needs."""
 HAS_POLICY = "armature.components.robots.policies.source:has_policy"
 EXPORT_POLICY = "armature.components.robots.policies.molmoact2.checkpoints.checkpoint:export_lerobot"
-"""Functions for checkpoints of robot policies, by name, because only robots import robots."""
+"""Names "module:function" of the functions for checkpoints of robot policies. They are imported when they are called,
+because only code for robots may import the robots package."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,15 @@ class Export:
     record: TrainingRecord | None
     """The record of its training; None if the folder is not an artifact."""
     base: str = RELEASED
-    """For a policy: the released checkpoint with tokenizer and image processor."""
+    """For a robot policy: hub name or folder of the released checkpoint that has the tokenizer and image processor."""
 
     def write(self, out: Path, name: str, copy: Callable[[str, str], object] = shutil.copyfile) -> Path:
         """Write the export to the folder `out`, which is replaced if it exists, and return the folder.
 
         Args:
             name: name of the model in its card.
-            copy: function that copies one file into the export; `link` makes symbolic links instead, which suffice if
-                the export is uploaded and then deleted.
+            copy: function that puts one file into the export, called with the paths of the source and of the target.
+                The default copies it. `link` makes a symbolic link, for an export that is deleted after its upload.
 
         Raises:
             ConfigurationError: the policy has no statistics or no cameras.
@@ -82,6 +85,7 @@ class Export:
         return out
 
     def _folder(self) -> Path:
+        """Return the folder with the files to export: the checkpoint's folder, or its adapter's folder."""
         folder = locate(self.source)
         if self.form == "adapter":
             return folder / ADAPTER
@@ -95,6 +99,7 @@ class Export:
         return folder
 
     def _name_base(self, config: Path) -> None:
+        """Write the hub name and the commit of the base model into the adapter's configuration file."""
         assert self.record is not None and self.record.base is not None
         facts = json.loads(config.read_text())
         if self.record.base.commit is not None:
@@ -103,11 +108,14 @@ class Export:
         config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
     def _write_policy(self, out: Path) -> None:
+        """Write a robot policy to the folder `out` in LeRobot's layout."""
         resolve_name(EXPORT_POLICY)(self.source, out, self.base)
 
 
 def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
-    """Find the checkpoint called `source` (see `export`), its layout and the record of its training.
+    """Find the checkpoint called `source`, choose the layout of its export, and read the record of its training.
+
+    The arguments are those of `export`.
 
     Raises:
         ConfigurationError: `adapter` is set, and the checkpoint has no adapter that stands on a public base.
@@ -144,7 +152,10 @@ def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: 
 
 
 def link(source: str, target: str) -> None:
-    """Make a symbolic link instead of a copy, for a folder that is uploaded and then removed."""
+    """Make `target` a symbolic link to the file `source`.
+
+    `Export.write` takes this function in place of a copying one if the export is removed after its upload.
+    """
     Path(target).symlink_to(source)
 
 
@@ -174,6 +185,7 @@ def find_checkpoint(source: str, store: Path) -> Path:
 
 
 def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
+    """Raise ConfigurationError if the checkpoint has no adapter, or if the adapter's base model is not public."""
     if not (locate(folder) / ADAPTER / "adapter_config.json").is_file():
         raise ConfigurationError(
             "the checkpoint has no adapter",
@@ -192,6 +204,7 @@ def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
 
 
 def _remote_code(folder: Path) -> bool:
+    """Check whether the model in `folder` brings its own code, so that users have to pass `trust_remote_code`."""
     return (
         "auto_map" in json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else False
     )
@@ -200,7 +213,8 @@ def _remote_code(folder: Path) -> bool:
 # --- Upload to the Hugging Face hub ---
 
 STALE = ["*.safetensors", "*.safetensors.index.json"]
-"""Patterns of files to delete from an earlier upload. A loader would take them for parts of the new checkpoint."""
+"""Patterns of the weight files that an upload deletes if only an earlier upload has them. A loader would take them for
+parts of the new checkpoint."""
 
 
 def push(
@@ -304,6 +318,7 @@ def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> No
 
 
 def _info(api: HfApi, repo_id: str) -> ModelInfo | None:
+    """Return the hub's description of a model repository, or None if there is no such repository."""
     try:
         return api.model_info(repo_id)
     except RepositoryNotFoundError:
@@ -312,6 +327,7 @@ def _info(api: HfApi, repo_id: str) -> ModelInfo | None:
 
 @contextmanager
 def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn errors of the hub client in this block into errors that say what to do."""
     where = f"{repo_id} at {constants.ENDPOINT}"
     try:
         yield

@@ -31,10 +31,12 @@ from armature.show import toml_text
 # --- The record of a checkpoint: how it was made and evaluated, read from artifacts ---
 
 START = ("model", "policy")
-"""Kinds of untrained checkpoints, and names of the stage inputs from which a training begins."""
+"""Kinds of artifacts that are untrained checkpoints. They are also the names of the stage inputs from which a training
+begins."""
 EVALUATIONS = ("evaluate", "evaluate-libero")
+"""Kinds of artifacts that are evaluations of a checkpoint."""
 SECONDS = 5.0
-"""Seconds to wait for an answer of MLflow."""
+"""Seconds to wait for MLflow to answer."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class CheckpointEvaluation:
     """One evaluation of the trained checkpoint, or of the checkpoint that the training began with."""
 
     before: bool
-    """True for the checkpoint that the training began with."""
+    """True if the evaluated checkpoint is the one that the training began with."""
     digest: str
+    """Digest of the evaluation's artifact."""
     settings: Mapping[str, Any]
+    """Settings of the evaluation."""
     numbers: Mapping[str, Any]
     """Contents of the evaluation's metrics.json."""
 
@@ -56,12 +60,14 @@ class TrainingRecord:
     artifact: Artifact
     manifest: Manifest
     base: SourceReference | None
-    """The public checkpoint or folder at the root of its training; None if the weights were drawn from a seed."""
+    """The public checkpoint or folder from which its first training began; None if the first weights were drawn from a
+    seed."""
     inputs: Mapping[str, tuple[str, Manifest]] = field(default_factory=dict)
-    """Artifacts that it was made from, nearest first: input name and manifest by digest."""
+    """All artifacts that the checkpoint was made from, directly or indirectly. The key is an artifact's digest, and the
+    value is the name of the stage input that it was, with its manifest."""
     evaluations: tuple[CheckpointEvaluation, ...] = ()
     commit: str = ""
-    """Git commit of the code; empty if MLflow does not have the run."""
+    """Git commit of the code that made the checkpoint; empty if MLflow does not have the run."""
 
     @property
     def flow(self) -> str:
@@ -94,7 +100,9 @@ class TrainingRecord:
 
 
 def read_record(source: Path, store: Path) -> TrainingRecord | None:
-    """Read the record of an artifact; None if the folder is not an artifact.
+    """Return how the checkpoint in the folder `source` was made; None if the folder is not an artifact.
+
+    Earlier artifacts and evaluations are looked up in the artifact store in the folder `store`.
 
     Raises:
         DataError: the artifact's files have changed since it was made.
@@ -116,6 +124,10 @@ def read_record(source: Path, store: Path) -> TrainingRecord | None:
 
 
 def _inputs(manifest: Manifest, artifacts: Mapping[str, Artifact]) -> Iterator[tuple[str, str, Manifest]]:
+    """Yield input name, digest and manifest of each artifact that an artifact was made from, directly or indirectly.
+
+    Inputs that are not among `artifacts`, the artifacts of the store by digest, are left out.
+    """
     for name, digest in manifest.inputs.items():
         if digest in artifacts:
             source = read_manifest(artifacts[digest].path)
@@ -126,6 +138,7 @@ def _inputs(manifest: Manifest, artifacts: Mapping[str, Artifact]) -> Iterator[t
 def _base(
     source: Path, manifest: Manifest, inputs: Mapping[str, tuple[str, Manifest]], artifacts: Mapping[str, Artifact]
 ) -> SourceReference | None:
+    """Return the public checkpoint or folder from which the first training began, or None."""
     kinds = {digest: each.kind for digest, (_, each) in inputs.items()}
     folders = [artifacts[digest].path for digest, kind in kinds.items() if kind in START]
     for folder in [source, *folders] if manifest.kind in START else folders:
@@ -137,7 +150,10 @@ def _base(
 def _evaluations(
     manifest: Manifest, checkpoints: Mapping[str | None, bool], artifacts: Any
 ) -> Iterator[CheckpointEvaluation]:
-    """Yield the evaluations on the tasks of the training; the checkpoint before training comes first."""
+    """Yield the evaluations that used the tasks of the training; those before the training come first.
+
+    `checkpoints` has the digests of the evaluated checkpoints, and True for the one before the training.
+    """
     evaluations = []
     for each in artifacts:
         if each.kind not in EVALUATIONS:
@@ -151,7 +167,10 @@ def _evaluations(
 
 
 def _sections(manifest: Manifest, flow: str) -> Iterator[tuple[str, Any]]:
-    """Yield the sections of a recipe that a stage's settings hold: the settings are one section, or have several."""
+    """Yield name and values of each section of the flow's recipe that a stage's settings contain.
+
+    The settings of a stage are one section, or a table with several sections.
+    """
     fields: dict[str, list[type[BaseModel]]] = {
         name: list(settings_in(each.annotation)) for name, each in RECIPES[flow].model_fields.items()
     }
@@ -164,6 +183,7 @@ def _sections(manifest: Manifest, flow: str) -> Iterator[tuple[str, Any]]:
 
 
 def _commit(digest: str) -> str:
+    """Return the git commit of the code that made an artifact; "" if MLflow is not used here or does not know it."""
     if "MLFLOW_TRACKING_URI" not in os.environ and not Path(".armature/mlflow.db").is_file():
         return ""
     from armature.tasks.lineage import code_commit
@@ -175,10 +195,12 @@ def _commit(digest: str) -> str:
 
 
 Form = Literal["merged", "adapter", "lerobot"]
+"""Layout of an export: a Hugging Face model with the adapter merged in, only the adapter, or a LeRobot policy."""
 LIBRARIES: Mapping[Form, str] = {"merged": "transformers", "adapter": "peft", "lerobot": "lerobot"}
 TASKS: Mapping[Form, str] = {"merged": "image-text-to-text", "adapter": "image-text-to-text", "lerobot": "robotics"}
 RATES = ("accuracy", "success")
-"""Metrics for the card; the first one that an evaluation has is used, with its interval."""
+"""Metrics that a card may show. Of each evaluation, it shows the first of these that the evaluation has, with its
+interval."""
 
 
 def model_card(record: TrainingRecord | None, name: str, form: Form, remote_code: bool = False) -> str:
@@ -197,6 +219,7 @@ def model_card(record: TrainingRecord | None, name: str, form: Form, remote_code
 
 
 def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData:
+    """Return the metadata that the hub reads: library, base model, license, dataset and results."""
     data: dict[str, Any] = {"library_name": LIBRARIES[form], "pipeline_tag": TASKS[form], "tags": ["armature"]}
     if record is None:
         return ModelCardData(**data)
@@ -218,10 +241,12 @@ def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData
 
 
 def _method(record: TrainingRecord) -> str:
+    """Return the hub tag for the method of the training."""
     return "imitation-learning" if record.flow == "train-vla" else "reinforcement-learning"
 
 
 def _hub_base(record: TrainingRecord) -> SourceReference | None:
+    """Return the base model if it is a checkpoint on the hub, else None."""
     return record.base if record.base is not None and record.base.commit is not None else None
 
 
@@ -236,7 +261,10 @@ def _license(base: SourceReference) -> dict[str, str]:
 
 
 def _dataset(record: TrainingRecord) -> dict[str, str]:
-    """Return type, name and revision (a commit) of the training data's hub dataset, or type and name of other data."""
+    """Return the fields "type" and "name" of the training data for the hub's metadata.
+
+    For a dataset on the hub, both are its hub name, and the field "revision" has its commit.
+    """
     recipe = record.recipe()
     environment, dataset = recipe.get("environment") or {}, recipe.get("dataset") or {}
     args = environment.get("args") or dataset
@@ -248,6 +276,7 @@ def _dataset(record: TrainingRecord) -> dict[str, str]:
 
 
 def _results(record: TrainingRecord, form: Form, dataset: Mapping[str, str]) -> Iterator[EvalResult]:
+    """Yield, for the hub's metadata, the result on each split in each evaluation after the training."""
     for each in record.evaluations:
         if each.before:
             continue
@@ -271,6 +300,7 @@ def _results(record: TrainingRecord, form: Form, dataset: Mapping[str, str]) -> 
 
 
 def _body(record: TrainingRecord | None, name: str, form: Form, remote_code: bool) -> Iterator[str]:
+    """Yield the paragraphs and sections of the card below its metadata."""
     yield f"# {_plain(name)}"
     if record is None:
         yield "Exported with Armature from a folder that is not an artifact. It is not known how it was made."
@@ -291,6 +321,7 @@ def _body(record: TrainingRecord | None, name: str, form: Form, remote_code: boo
 
 
 def _usage(record: TrainingRecord | None, name: str, form: Form, remote_code: bool) -> str:
+    """Return code blocks that show how to load and serve the model."""
     if form == "lerobot":
         code = (
             "from lerobot.policies.factory import make_pre_post_processors\n"
@@ -320,7 +351,10 @@ def _usage(record: TrainingRecord | None, name: str, form: Form, remote_code: bo
 
 
 def _evaluation_rows(record: TrainingRecord) -> Iterator[str]:
-    """Yield a table row for each split and each evaluation's settings, with the results before and after training."""
+    """Yield one row of the table of results for each split and each distinct settings of an evaluation.
+
+    A row has the result before and the result after the training.
+    """
     lines: dict[tuple[str, str], dict[bool, str]] = {}
     names: dict[tuple[str, str], str] = {}
     for each in record.evaluations:
@@ -334,8 +368,11 @@ def _evaluation_rows(record: TrainingRecord) -> Iterator[str]:
 
 
 def _splits(each: CheckpointEvaluation) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each split with its metrics: metrics.json has the first split's at the top, the others' under their
-    names."""
+    """Yield the name and the metrics of each split of an evaluation.
+
+    In metrics.json, the metrics of the first split are at the top level, and each further split has a table with its
+    name.
+    """
     settings = each.settings.get("evaluation") or {}
     first, *more = settings.get("splits") or [", ".join(settings.get("suites") or ["heldout"])]
     yield str(first), each.numbers
@@ -343,14 +380,17 @@ def _splits(each: CheckpointEvaluation) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _rate(numbers: Mapping[str, Any]) -> str | None:
+    """Return the first metric of `RATES` that `numbers` has with its interval, or None."""
     return next((key for key in RATES if {key, f"{key}_low", f"{key}_high"} <= numbers.keys()), None)
 
 
 def _counts(numbers: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of tasks and episodes of an evaluation, as far as its metrics contain them."""
     return {key: numbers[key] for key in ("tasks", "episodes") if isinstance(numbers.get(key), int)}
 
 
 def _with_interval(numbers: Mapping[str, Any]) -> str:
+    """Return the rate of an evaluation as text, with its interval and the numbers of tasks and episodes."""
     rate = _rate(numbers)
     assert rate is not None
     counts = ", ".join(f"{count} {key}" for key, count in _counts(numbers).items())
@@ -358,10 +398,12 @@ def _with_interval(numbers: Mapping[str, Any]) -> str:
 
 
 def _seed(each: CheckpointEvaluation) -> Any:
+    """Return the seed of an evaluation, or "" if its settings have none."""
     return (each.settings.get("evaluation") or {}).get("seed", "")
 
 
 def _lineage_rows(record: TrainingRecord) -> Iterator[str]:
+    """Yield the rows of the table of the artifacts and code that the checkpoint was made from."""
     rows: dict[str, str] = {"checkpoint": f"artifact `{record.artifact.digest}`"}
     if record.base is not None:
         named = f"{record.base.source} at `{record.base.commit}`" if _hub_base(record) else "a folder"

@@ -20,8 +20,9 @@ from armature.components.planning.step import Plan
 def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
     """Return lines that say how much memory the recipe needs and whether it fits on the GPUs.
 
-    It is compared with the GPU called `gpu`, or with this machine's GPUs, or with common GPU sizes. A recipe without a
-    trainer and a policy gives no lines.
+    The memory is compared with the GPU called `gpu`. If `gpu` is None, it is compared with this machine's GPUs, or with
+    common GPU sizes if this machine lacks the GPUs that the recipe names. The list is empty for a recipe without a
+    trainer and a policy.
     """
     try:
         memory = memory_of(recipe)
@@ -40,7 +41,7 @@ def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
 
 
 def memory_of(recipe: Recipe) -> RecipeMemory | None:
-    """Return the memory estimate of a recipe, or None if its flow has none.
+    """Return the memory estimate of a recipe, or None for a flow without a trainer and a policy.
 
     Raises:
         DataError: the model's configuration cannot be read.
@@ -50,7 +51,9 @@ def memory_of(recipe: Recipe) -> RecipeMemory | None:
 
 
 def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence[str]) -> Iterator[str]:
-    """Yield a table of step time, memory per GPU and bottleneck, with a row for each number of GPUs.
+    """Yield the lines of a table with a row for each number of GPUs, and below it the assumptions.
+
+    A row has the time of a training step, the memory per GPU and the bottleneck.
 
     Args:
         gpus: numbers of GPUs; empty: those that the recipe's planner chooses.
@@ -86,7 +89,7 @@ def plan_recipe(recipe: Recipe, gpus: Sequence[int], gpu: str, changes: Sequence
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as lines, with every column but the last aligned to the right."""
+    """Yield the rows of a table as lines of text. All columns are aligned to the right, except the last one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, last in rows:
         yield "  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), last]).rstrip()

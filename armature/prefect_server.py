@@ -13,6 +13,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from armature.components.contracts.errors import ConfigurationError
 
 ALLOWED_HOSTS = "ARMATURE_ALLOWED_HOSTS"
+"""Environment variable with the allowed values of the Host header, separated by commas."""
 
 
 def create_app() -> TrustedHostMiddleware:

@@ -31,11 +31,13 @@ JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
     "job_configuration": {"stream_output": True},
 }
-"""Base job template of process pools. It lets a run only start its deployment's flow, while Prefect's own template lets
-each run name a command, a folder and an environment."""
+"""Base job template of work pools that run flows as processes. With it, a run can only start the flow of its
+deployment; Prefect's own template would let each run name a command, a folder and environment variables."""
 
 WATCH = "armature: runs without a heartbeat are crashed"
+"""Name of the automation that ends dead runs."""
 WINDOW = timedelta(seconds=4 * HEARTBEAT_SECONDS)
+"""Time without a heartbeat after which a run counts as dead."""
 
 
 def main() -> int:
@@ -59,7 +61,10 @@ def main() -> int:
 
 
 def watch_for_dead_runs(client: SyncPrefectClient) -> None:
-    """Create the automation that sets a flow run without heartbeats to Crashed; otherwise it would stay Running."""
+    """Create the automation with which Prefect sets a flow run without heartbeats to Crashed.
+
+    Without it, the run of a killed process would stay Running forever.
+    """
     ends = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
     trigger = EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),

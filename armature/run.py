@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from prefect import State
 
 SERVER_SECONDS = 180.0
+"""Seconds until a Prefect server for this run has to answer."""
 SENDING_SECONDS = 4.0
+"""Seconds to wait, at the end of a run, until Prefect has sent its queued logs, and then its queued events."""
 
 
 def joined_api() -> str | None:
-    """Return the address of a running Prefect API and set this process up to use it, or None.
+    """Set this process up to use a running Prefect API, and return the API's address; None if there is no running API.
 
-    PREFECT_API_URL comes first, then the platform that runs in this folder.
+    The address is PREFECT_API_URL, if that variable is set. Otherwise it is the API of the platform in this folder.
 
     Raises:
         ServerError: the API does not answer, or rejects the auth string.
@@ -90,7 +92,10 @@ def check_api(url: str) -> None:
 
 
 def _drain_prefect_queues() -> None:
-    """Send the logs and events that Prefect has queued. Once the server is gone, Prefect would retry for a minute."""
+    """Send the logs and events that Prefect has queued, before its server is stopped.
+
+    Without the server, Prefect would retry for a minute.
+    """
     if "prefect" not in sys.modules:
         return
     from prefect.events.worker import EventsWorker
@@ -121,6 +126,7 @@ def run_recipe(recipe: Recipe) -> list[str]:
 
 
 def _flow_state(recipe: Recipe) -> State[Any]:
+    """Run the recipe's flow in this process and return its final state."""
     with prefect_api() as ready:
         flow = _imported_flow(recipe.kind)
         ready()
@@ -141,7 +147,7 @@ def _flow_state(recipe: Recipe) -> State[Any]:
 
 
 def _imported_flow(kind: str) -> Any:
-    """Import the flow of a kind of recipe.
+    """Import and return the Prefect flow of a kind of recipe (a key of `RECIPES`).
 
     Raises:
         ConfigurationError: Prefect refuses one of its environment variables.
@@ -169,7 +175,7 @@ def _imported_flow(kind: str) -> Any:
 
 
 def _lines(state: State[Any]) -> list[str]:
-    """Return the flow's result, or raise the error that it failed with."""
+    """Return the lines of the flow's summary, which are its result. If the flow failed, raise its error."""
     if not state.is_completed():
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
@@ -179,7 +185,10 @@ def _lines(state: State[Any]) -> list[str]:
 
 
 def _provide_gpu_limit() -> None:
-    """Create Prefect's concurrency limit "gpu", which GPU stages hold; `armature up` creates it as well."""
+    """Create Prefect's concurrency limit "gpu", which has one slot for each GPU of this machine.
+
+    A stage holds a slot for each GPU that it uses. `armature up` creates the same limit.
+    """
     from prefect.client.orchestration import get_client
 
     from armature.components.machine.resources import gpu_count

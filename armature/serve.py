@@ -25,6 +25,7 @@ from armature.services import STATE
 
 LOGS = STATE / "serve"
 POLL = 1.0
+"""Seconds between two checks that the server is alive."""
 
 
 def serve_model(
@@ -102,6 +103,10 @@ def vllm_server(model: str | Path, log_folder: Path = LOGS, **settings: Any) -> 
 
 
 async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -> None:
+    """Start the server with the model in `folder`, and keep it running until SIGINT or SIGTERM.
+
+    `say` receives the text that says how to join, once the server answers.
+    """
     task = asyncio.current_task()
     assert task is not None
     for interruption in (signal.SIGINT, signal.SIGTERM):

@@ -24,7 +24,9 @@ from armature.export import find_checkpoint
 from armature.services import STATE
 
 KEY = "ARMATURE_POLICY_KEY"
+"""Environment variable with the key of the policy server."""
 KEY_FILE = STATE / "serve-policy.key"
+"""File with the key, if the variable is not set."""
 
 
 def serve_policy(
@@ -74,6 +76,7 @@ def serve_policy(
 
 
 async def _serve(server: PolicyServer, ready: Callable[[str], None]) -> None:
+    """Run the server until SIGINT or SIGTERM; `ready` is called with its URL once it answers."""
     task = asyncio.current_task()
     assert task is not None
     for interruption in (signal.SIGINT, signal.SIGTERM):
@@ -91,7 +94,10 @@ def how_to_connect(url: str, form: ObservationFormat, key: str | None) -> list[s
 
 
 def _key() -> str:
-    """Return the key from the environment, or from this folder's file, which is created if it does not exist.
+    """Return the key that clients have to send.
+
+    It is the value of the environment variable `KEY`. If that is not set, it is read from `KEY_FILE`, which is created
+    with a new key if it does not exist.
 
     Raises:
         ConfigurationError: the key is too short, or has characters that a header cannot hold.

@@ -25,13 +25,16 @@ STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"
 AUTH_STRING = STATE / "prefect-auth-string"
 HEARTBEAT_SECONDS = 30
+"""Seconds between two heartbeats of a flow run."""
 HOSTS = ("127.0.0.1", "localhost")
+"""Host names under which the platform's servers accept requests."""
 
 
 def auth_string() -> str:
-    """Return the auth string of Prefect's API, from PREFECT_SERVER_API_AUTH_STRING or from this folder's file.
+    """Return the auth string of Prefect's API, user:password.
 
-    The file is created if it does not exist.
+    It is the value of the environment variable PREFECT_SERVER_API_AUTH_STRING. If that is not set, it is read from the
+    file `AUTH_STRING`, which is created with a new password if it does not exist.
 
     Raises:
         ConfigurationError: the auth string does not have the form user:password.
@@ -55,7 +58,7 @@ def auth_string() -> str:
 
 
 def own_origins(port: int) -> str:
-    """Return the origins of pages that this machine serves on a port, as browsers write them."""
+    """Return the origins of pages that this machine serves on `port`: http://HOST:PORT, separated by commas."""
     return ",".join(f"http://{host}:{port}" for host in HOSTS)
 
 
@@ -95,6 +98,7 @@ class Service:
 
     @property
     def log(self) -> Path:
+        """File that receives the program's output."""
         return LOGS / f"{self.name}.log"
 
     def start(self) -> Program:
@@ -109,7 +113,10 @@ class Service:
 
 
 def prefect_server(port: int, with_pages: bool = True) -> Service:
-    """Return the Prefect server as a service; a server for a single run needs no pages."""
+    """Return the Prefect server as a service.
+
+    `with_pages` turns its web pages on; the server of a single run needs none.
+    """
     url = f"http://127.0.0.1:{port}/api"
     environment = prefect_environment(url) | {
         ALLOWED_HOSTS: ",".join(HOSTS),
@@ -124,12 +131,15 @@ def prefect_server(port: int, with_pages: bool = True) -> Service:
 
 
 def _prefect_database() -> str:
+    """Return the URL of the Prefect server's database: from the environment, or a SQLite file in `.armature`."""
     url = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
     return url or sqlite_url(STATE / "prefect/prefect.db", "aiosqlite")
 
 
 def mlflow_server(port: int) -> Service:
-    """Return MLflow's server as a service. It shows the SQLite file that runs without a server write to as well.
+    """Return MLflow's server as a service. It shows all runs in this folder's SQLite file.
+
+    Runs that use no server write to the same file.
 
     It accepts requests only under its own host names; MLflow's default accepts any host that begins like a private
     address. MLflow's job runner is off: it takes eight more processes and a minute to start, for features not used
@@ -176,6 +186,7 @@ def refuse_taken_port(port: int, name: str) -> None:
 
 
 def answers(url: str) -> bool:
+    """Check that a GET request to `url` is answered with status 200 within two seconds."""
     try:
         return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
@@ -203,6 +214,7 @@ def wait_until_ready(service: Service, running: Program, seconds: float) -> None
 
 
 def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -16,11 +16,12 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.machine.project import project
 
 RECIPE, OVERRIDE = "recipe", "--set"
+"""Sources of values that are not defaults, as comments name them: the recipe's files and the command line."""
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False, changed_only: bool = False) -> str:
-    """Return a recipe with all its values as TOML, which is a recipe with the same values again.
+    """Return a recipe with all its values as TOML. Loading this text gives the same values.
 
     A comment marks each value that is not a default and says where it comes from: the recipe or the command line.
 
@@ -52,7 +53,11 @@ def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = Fa
 
 
 def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
-    """Return a document as TOML, with values before tables. None is left out, because TOML has no null."""
+    """Return nested values as TOML, with plain values before tables.
+
+    Keys with the value None are left out, because TOML has no null. `at` is the path of keys to these values within the
+    whole document.
+    """
     lines = [f"{_key(key)} = {_value(part)}" for key, part in values.items() if not isinstance(part, Mapping | None)]
     tables = {key: part for key, part in values.items() if isinstance(part, Mapping)}
     head = [f"\n[{'.'.join(map(_key, at))}]"] if at and (lines or not tables) else []
@@ -62,7 +67,10 @@ def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
 def _table(
     at: tuple[str, ...], settings: BaseModel, sources: Mapping[str, Any], describe: bool, changed_only: bool
 ) -> Iterator[str]:
-    """Yield the lines of the table at the path `at`: its values, then its tables."""
+    """Yield the lines of a TOML table: its heading, its plain values, and then the tables in it.
+
+    `at` is the path of keys to the table. `sources` has the values that the recipe and the command line set.
+    """
     if changed_only and not any(_holds(values, at) for values in sources.values()):
         return
     yield ""
@@ -90,11 +98,13 @@ def _table(
 
 
 def _comment(text: str) -> Iterator[str]:
+    """Yield the lines of a text as TOML comments."""
     for line in text.strip().splitlines():
         yield f"# {line.strip()}".rstrip()
 
 
 def _holds(values: Any, at: Sequence[str]) -> bool:
+    """Check whether nested tables have a value at the path of keys `at`."""
     for key in at:
         if not isinstance(values, Mapping) or key not in values:
             return False
@@ -103,7 +113,8 @@ def _holds(values: Any, at: Sequence[str]) -> bool:
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML on one line. An inline table leaves None out, because TOML has no null."""
+    """Return a value as TOML on one line. In an inline table, keys with the value None are left out, because TOML has
+    no null."""
     if isinstance(value, Mapping):
         parts = [f"{_key(key)} = {_value(part)}" for key, part in value.items() if part is not None]
         return "{ " + ", ".join(parts) + " }" if parts else "{}"
@@ -113,11 +124,12 @@ def _value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
+    """Return a key as TOML, in quotes if it needs them."""
     return key if BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 
 SECONDS = 5.0
-"""Seconds to wait for MLflow; short, because a person waits."""
+"""Seconds to wait for MLflow to answer. The time is short, because a person waits for the output."""
 
 
 def show(what: str | None, overrides: Sequence[str], most: int, *, describe: bool = False, toml: bool = False) -> None:
@@ -155,7 +167,10 @@ def show(what: str | None, overrides: Sequence[str], most: int, *, describe: boo
 
 
 def _whole_digest(what: str) -> str:
-    """Complete a digest that is shortened to its first characters, if the local store has the artifact."""
+    """Return the whole digest of the artifact whose digest begins with `what`.
+
+    If the local store has no such artifact, return `what` unchanged.
+    """
     from armature.components.configuration.stages import open_store
     from armature.components.contracts.machine import Machine
 
@@ -164,6 +179,7 @@ def _whole_digest(what: str) -> str:
 
 
 def _latest_runs() -> None:
+    """Print id, status and name of the latest 20 flow runs in MLflow."""
     from armature.tasks.mlflow_client import FLOW_RUN_TAG, PARENT_TAG, client
 
     experiments = [each.experiment_id for each in client().search_experiments()]

@@ -17,6 +17,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.deployments import SERVER_GIB, TRAINER_GIB, job_variables, machine_that_resumes
 
+# Template of the script for sbatch.
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -31,6 +32,7 @@ code=$?
 {ended}if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
+# Command that starts the run if the job has no Ray cluster of its own.
 _ONE_NODE = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${run[@]}" &'
 _RAY = """\
 # One Ray cluster of all nodes of the job, with a token of its own.
@@ -114,7 +116,11 @@ def _own_cluster(machine: Machine) -> ClusterSettings | None:
 
 
 def _resources(name: str, machine: Machine) -> list[str]:
-    """Return options of sbatch: each node gets the resources of a Kubernetes pod and its share of Ray's placements."""
+    """Return the options of sbatch that follow from the machine settings.
+
+    Each node gets the resources of a Kubernetes pod (`job_variables`). If the job starts a Ray cluster, each node also
+    gets its share of the workers, servers and trainer ranks that run on the cluster.
+    """
     node, cluster = job_variables(machine), _own_cluster(machine)
     gpus, cpus, memory = node["gpus"], int(node["cpus"]), int(node["memory"].removesuffix("Gi"))
     nodes = machine.trainer.nodes if cluster else 1
@@ -142,7 +148,7 @@ def _resources(name: str, machine: Machine) -> list[str]:
 
 
 def _words(options: Sequence[str]) -> str:
-    """Quote options for an `#SBATCH` line. Unlike a shell, sbatch reads escapes only within double quotes."""
+    """Return the options as one `#SBATCH` line, quoted. Unlike a shell, sbatch reads escapes only in double quotes."""
     for option in options:
         if not option.isprintable():
             raise ConfigurationError(

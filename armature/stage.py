@@ -15,7 +15,10 @@ from armature.components.machine.project import project
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
-    """Parse `name=folder` pairs and open each folder as an artifact, checked against its manifest."""
+    """Parse `name=folder` pairs and return the artifacts in the folders, by name.
+
+    Each artifact is checked against its manifest.
+    """
     inputs = {}
     for pair in pairs:
         name, separator, folder = pair.partition("=")
@@ -34,7 +37,10 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
 def run_one_stage(
     name: str, config: Path, inputs: Sequence[str], out: Path | None, overrides: Sequence[str]
 ) -> Artifact:
-    """Run a stage with its sections of a recipe and link the artifact's files to the folder `out` (hard links)."""
+    """Run stage `name` with its sections of the recipe file `config`, and return the artifact.
+
+    `inputs` are `name=folder` pairs. If `out` is given, hard links to the artifact's files are made in that folder.
+    """
     recipe = load_recipe(config, overrides)
     stage: Stage = STAGES[name]
     machine = recipe.machine

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool: str) -> dict[str, Any]:
-    """Parse the values of `armature submit --job-variable`, variables of a work pool's base job template.
+    """Parse the texts of `armature submit --job-variable`, which set variables of a work pool's base job template.
 
     Args:
         texts: `key=value` or `key.entry=value`; values are written as for `--set`.
@@ -68,6 +68,7 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
 
 
 POLL_SECONDS = 2.0
+"""Seconds between two requests for the state of a watched run."""
 LOGS_PER_CALL = 200
 SUMMARY = "summary"
 """Key of the Prefect artifact with a run's summary, which tasks/reports.py makes."""
@@ -125,7 +126,9 @@ def platform() -> SyncPrefectClient:
 
 
 def deploy_recipes(names: Sequence[str]) -> None:
-    """Create the deployments of recipes on the platform and print their names; without names, of all installed recipes.
+    """Create the deployments of recipes on the platform and print the names of the deployments.
+
+    `names` are recipe names or files. If it is empty, all installed recipes get a deployment.
 
     Raises:
         ConfigurationError: a recipe is invalid, or two recipes would have the same deployment.
@@ -160,7 +163,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
 def _recipes(
     deployment: DeploymentResponse, name: str, recipe: Recipe | None, overrides: Sequence[str]
 ) -> tuple[Recipe, Recipe]:
-    """Return the recipe of the deployment and the recipe of the run, which has the overrides.
+    """Return two recipes: the one that the deployment has stored, and the same one with the overrides, for the run.
 
     Raises:
         ConfigurationError: the deployment's flow is not one of ours, or `armature run --set` would refuse a value.
@@ -185,7 +188,10 @@ def _recipes(
 
 
 def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
-    """Return the sections that differ, each complete, because Prefect merges parameters at the top level only."""
+    """Return the sections in which two recipes differ, with the values of the second recipe.
+
+    Each section is complete, because Prefect merges the parameters of a run and its deployment only at the top level.
+    """
     old, new = before.dump(), after.dump()
     return {key: new.get(key) for key in {*new, *old} if new.get(key) != old.get(key)}
 
@@ -193,9 +199,10 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
 def _job_variables(
     client: SyncPrefectClient, deployment: DeploymentResponse, before: Recipe, after: Recipe, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the job variables in which the run differs from its deployment.
+    """Return the job variables of a run that differ from the ones of its deployment.
 
-    On Kubernetes they follow from the run's machine settings. Variables of the command line replace them.
+    On Kubernetes they follow from the machine settings of the run. `texts`, the variables of the command line, replace
+    them.
 
     Raises:
         ConfigurationError: the run needs GPUs that its deployment's work pool does not have, or a variable is invalid.
@@ -219,7 +226,7 @@ def _job_variables(
 
 
 def _folder(deployment: DeploymentResponse) -> Path | None:
-    """Return the folder that the recipe's relative paths begin at, for a recipe outside the installation."""
+    """Return the folder to which relative paths in the deployment's recipe refer; None for an installed recipe."""
     steps = [step.get(USE_PROJECT) for step in deployment.pull_steps or ()]
     return next((Path(step["folder"]) for step in steps if step), None)
 
@@ -270,6 +277,7 @@ def _watch(client: SyncPrefectClient, run: FlowRun) -> int:
 
 
 def _print_logs(client: SyncPrefectClient, run: FlowRun, offset: int) -> int:
+    """Print the run's log lines after the first `offset` ones, and return how many lines are printed in all."""
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.client.schemas.sorting import LogSort
 
@@ -282,7 +290,7 @@ def _print_logs(client: SyncPrefectClient, run: FlowRun, offset: int) -> int:
 
 
 def _print_summary(client: SyncPrefectClient, run: FlowRun) -> None:
-    """Print the run's summary, with which `armature run` ends too."""
+    """Print the summary of a run: the same lines with which `armature run` ends."""
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 
     chosen = ArtifactFilter(key=ArtifactFilterKey(any_=[SUMMARY]), flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))

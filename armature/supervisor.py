@@ -44,6 +44,7 @@ from armature.services import (
 
 RECORD, LOCK = STATE / "platform.json", STATE / "platform.lock"
 READY_SECONDS, STOP_SECONDS = 180.0, 60.0
+"""Seconds until a program has to be ready, and until `armature down` kills a supervisor that does not stop."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,15 @@ class Platform:
 
     @property
     def api_url(self) -> str:
+        """URL of Prefect's API."""
         return f"{self.prefect}/api"
 
 
 def supervisor_pid() -> int | None:
-    """Return the PID of the process that holds the lock file, or None. Unlike a stored PID, a lock cannot be stale."""
+    """Return the PID of the supervisor that runs in this folder, or None.
+
+    The supervisor holds a lock on a file. Unlike a stored PID, a lock cannot be stale.
+    """
     if not LOCK.exists():
         return None
     with LOCK.open(errors="replace") as file:
@@ -91,7 +96,10 @@ def current() -> Platform | None:
 
 
 def _lock(file: TextIO) -> bool:
-    """Take the lock. It is tried for a second, because `supervisor_pid` of another process holds it for a moment."""
+    """Try for a second to lock the file; return True on success.
+
+    One try is not enough: another process that calls `supervisor_pid` holds the lock for a moment.
+    """
     for _ in range(20):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,11 +137,12 @@ def _locked() -> Iterator[None]:
 
 
 def default_pools() -> tuple[str, ...]:
+    """Return the work pools that this machine can serve: all of them if it has a GPU, otherwise only "cpu"."""
     return ("cpu", "vllm-gpu", "train-gpu") if gpu_count() else ("cpu",)
 
 
 def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
-    """Start the platform and run until interrupted, or until one of its programs dies. Returns the exit code.
+    """Start the platform and watch its programs until an interruption, or until one of them dies. Return the exit code.
 
     Raises:
         ConfigurationError: the platform is running already.
@@ -154,6 +163,10 @@ def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
 
 
 def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
+    """Start all programs of the platform, print their states, and return the programs by name.
+
+    Workers start after the servers are ready and the deployments exist. `stack` stops the programs.
+    """
     first = [
         prefect_server(int(platform.prefect.rpartition(":")[2])),
         mlflow_server(int(platform.mlflow.rpartition(":")[2])),
@@ -180,6 +193,7 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
 
 
 def _enter(stack: ExitStack, service: Service) -> Program:
+    """Start a program; `stack` stops it when the stack closes."""
     child = service.start()
     stack.callback(child.stop)
     return child
@@ -192,6 +206,7 @@ def _stop_together(children: Iterable[Program]) -> None:
 
 
 def _provision(platform: Platform) -> None:
+    """Create the work pools and deployments on the Prefect server, in a process of its own."""
     began = time.monotonic()
     log = LOGS / "provision.log"
     command = [sys.executable, "-m", "armature.provision", *platform.pools]
@@ -207,6 +222,7 @@ def _provision(platform: Platform) -> None:
 
 
 def _watch(children: dict[str, Program]) -> int:
+    """Wait until one of the programs ends, print its last lines, and return exit code 1."""
     while True:
         for name, child in children.items():
             if child.returncode is not None:
@@ -216,7 +232,10 @@ def _watch(children: dict[str, Program]) -> int:
 
 
 def detach(arguments: list[str]) -> int:
-    """Start the supervisor in its own session and return when the platform is up, with 0, or has failed."""
+    """Start the supervisor as a process in a session of its own, and show its output until the platform is up.
+
+    Return exit code 0 if the platform is up, and another exit code if it failed to start.
+    """
     log = private_folder(LOGS) / "supervisor.log"
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -237,7 +256,7 @@ def detach(arguments: list[str]) -> int:
 
 
 def down() -> int:
-    """Stop the platform that runs in this folder and return the exit code. Platforms of other folders go on."""
+    """Stop the platform that runs in this folder and return the exit code. Platforms of other folders keep running."""
     if (pid := supervisor_pid()) is None:
         _say("no platform is running here")
         if RECORD.exists():
@@ -255,7 +274,7 @@ def down() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables with which Prefect's and MLflow's clients find this folder's platform.
+    """Return the environment variables that tell clients of Prefect and MLflow the addresses of this platform.
 
     Raises:
         ConfigurationError: no platform runs in this folder.
@@ -275,7 +294,7 @@ def environment() -> dict[str, str]:
 
 
 def status() -> int:
-    """Print which programs answer and return the exit code, 1 if no platform runs in this folder."""
+    """Print which programs of the platform answer. Return exit code 1 if no platform runs in this folder, else 0."""
     platform = current()
     if platform is None:
         _say("no platform is running here; `armature up` starts it")

@@ -37,7 +37,8 @@ class EnvTable(_Table):
 
 
 class InferenceArgs(BaseModel):
-    """vLLM's arguments. Those declared here are also read by the trainer; all others go to vLLM unchanged."""
+    """Arguments of the vLLM server. The trainer also reads the fields declared here; all other arguments go to vLLM
+    unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -47,7 +48,7 @@ class InferenceArgs(BaseModel):
 
     @property
     def images(self) -> int:
-        """Images per prompt; the setting may be written as 4, "image=4", '{"image": 4}' or {image = 4}."""
+        """Maximum number of images per prompt. It may be written as 4, "image=4", '{"image": 4}' or {image = 4}."""
         limit = self.limit_mm_per_prompt
         if isinstance(limit, str):
             limit = json.loads(limit) if limit.lstrip().startswith("{") else int(limit.rpartition("=")[2])
@@ -107,7 +108,9 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
-    """Return the server's GPU numbers. The trainer has GPU 0, and the server has the ones after it; none on a CPU.
+    """Return the numbers of the GPUs that the server uses. The trainer uses GPU 0, and the server the GPUs after it.
+
+    The result is empty if this machine has no GPU.
 
     Raises:
         ConfigurationError: the file asks for more GPUs than there are, or for several trainer GPUs.

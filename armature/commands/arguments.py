@@ -10,6 +10,7 @@ import typer
 
 
 def _recipes(incomplete: str) -> list[str]:
+    """Return the names of installed recipes that begin with `incomplete`, for completion in a shell."""
     from armature.components.configuration import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
@@ -52,6 +53,6 @@ Store = Annotated[Path, typer.Option(help="Folder of the artifact store.")]
 
 
 def overrides(settings: list[str] | None, machine: list[str] | None, force: list[str] | None = None) -> list[str]:
-    """Return the options `--set`, `--machine` and `--force` as overrides of a recipe."""
+    """Return the values of the options `--set`, `--machine` and `--force` as KEY=VALUE overrides of a recipe."""
     forced = [f"machine.force={json.dumps(force)}"] if force else []
     return [*(settings or []), *(f"machine.{each}" for each in machine or []), *forced]

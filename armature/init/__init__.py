@@ -17,7 +17,8 @@ NAMES = {
     "reward.py.txt": "reward.py",
     "test_reward.py.txt": "test_reward.py",
 }
-"""Target names of template files. In this repository, their real names would have an effect (.gitignore, test_*.py)."""
+"""Names that template files get in the project, by their names in the template. The files have other names here,
+because git and pytest would act on files called .gitignore or test_*.py."""
 
 
 def write_project(folder: Path) -> None:

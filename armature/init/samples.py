@@ -19,14 +19,15 @@ COLORS = {
 }
 SHAPES = ("circle", "square", "triangle")
 EACH = 18
-"""Images of each color and shape."""
+"""Number of images of each combination of color and shape."""
 TESTED = 5
-"""Number of these that are in the test split."""
+"""Number of images of each combination that are in the test split."""
 SIZE, BACKGROUND = 56, (200, 200, 200)
+"""Width and height of an image in pixels, and the RGB color of its background."""
 
 
 def write_samples(folder: Path) -> None:
-    """Write `shapes.jsonl` and the folder `images/`, the same on every machine.
+    """Write the table `shapes.jsonl` and its images in `images/`. The files are the same on every machine.
 
     Each row has the columns image (path relative to the table), question, answer, shape and split (train or test).
     """
@@ -42,6 +43,7 @@ def write_samples(folder: Path) -> None:
 
 
 def _image(color: str, shape: str, random: Random) -> Image.Image:
+    """Draw a shape with random size, position and a slightly random shade of the color."""
     image = Image.new("RGB", (SIZE, SIZE), BACKGROUND)
     width = random.randint(38, 50)
     left, top = random.randint(2, SIZE - width - 2), random.randint(2, SIZE - width - 2)

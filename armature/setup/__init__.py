@@ -20,9 +20,11 @@ from armature.components.contracts.installation import CHECKOUT, MADE, REQUIREME
 
 TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
 PYTHONS = ((3, 11), (3, 12))
+"""Supported versions of Python."""
 EXTRAS = ("train", "thor", "datasets", "huggingface", "math")
+"""Extras of our package that flows need."""
 TOOLS = ("docs", "dev")
-"""Extras that work on the project itself needs."""
+"""Extras of our package that only developers of the project need."""
 
 
 def say(message: str) -> None:
@@ -34,7 +36,10 @@ def run(*command: str | Path) -> None:
 
 
 def find_uv(beside: Path) -> Path:
-    """Return uv from the PATH, or install it beside the environment. uv takes a tenth of pip's time."""
+    """Return the path of the program uv, which installs packages ten times faster than pip.
+
+    If uv is not on the PATH, it is installed in a folder next to the environment `beside`.
+    """
     if path := shutil.which("uv"):
         return Path(path)
     home = beside.parent / ".venv-uv"
@@ -45,7 +50,10 @@ def find_uv(beside: Path) -> Path:
 
 
 def wheel_folders() -> list[str]:
-    """Return the wheel folders of pip's configuration, because uv does not read it; none if pip is not installed."""
+    """Return the folders with wheels that pip's configuration names (find-links), because uv does not read it.
+
+    The list has only folders of PIP_FIND_LINKS if pip is not installed.
+    """
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     lines = [*re.findall(r"find-links='([^']*)'", listing), os.environ.get("PIP_FIND_LINKS", "")]
@@ -53,8 +61,11 @@ def wheel_folders() -> list[str]:
 
 
 def torch_source() -> list[str]:
-    """Return arguments with which uv takes torch from a local wheel folder, or else the build that fits this
-    machine."""
+    """Return the arguments that tell uv where to take torch from.
+
+    It is a local folder with a wheel of torch, if there is one. Otherwise uv downloads the build that fits this
+    machine.
+    """
     backend = torch_backend()
     wheels = "torch-*.whl" if backend == "auto" else f"torch-*+{backend}-*.whl"
     folders = [folder for folder in wheel_folders() if list(Path(folder).glob(wheels))]
@@ -68,22 +79,30 @@ def torch_source() -> list[str]:
 
 
 def torch_backend() -> str:
+    """Return the build of torch to install: the variable TORCH_BACKEND (cpu, cuda, cu130, ...), or "auto"."""
     return os.environ.get("TORCH_BACKEND", "auto")
 
 
 def for_cuda() -> bool:
-    """Return True if the environment is for NVIDIA GPUs. The machine that makes it need not have any."""
+    """Return True if the environment is for NVIDIA GPUs.
+
+    TORCH_BACKEND decides if it is set, so a machine without GPUs can make such an environment. Otherwise the
+    environment is for GPUs if this machine has the program nvidia-smi.
+    """
     backend = torch_backend()
     return shutil.which("nvidia-smi") is not None if backend == "auto" else backend.startswith("cu")
 
 
 def cuda_of_torch(python: Path) -> str:
-    """Return the CUDA release that the interpreter's torch is built for; empty for a CPU build."""
+    """Return the CUDA release for which the torch in the interpreter's environment is built; "" for a CPU build."""
     return subprocess.check_output([python, "-c", "import torch; print(torch.version.cuda or '')"], text=True).strip()
 
 
 def declare_torchvision_operators(python: Path) -> None:
-    """Repair the import of PyPI's torchvision, a CUDA build, beside a CPU torch: it needs two operator schemas."""
+    """Make torchvision importable in an environment with a CPU build of torch.
+
+    PyPI has only a CUDA build of torchvision. Its import fails without two operator schemas, which are declared here.
+    """
     probe = [str(python), "-W", "ignore", "-c", "import torchvision"]
     first = subprocess.run(probe, capture_output=True, text=True)
     if first.returncode == 0:
@@ -99,13 +118,16 @@ def declare_torchvision_operators(python: Path) -> None:
 
 
 def install(folder: Path, *packages: str | Path) -> None:
-    """Install packages and compile their bytecode. A run starts many processes, and without writable caches each of
-    them would compile again."""
+    """Install packages into the environment in `folder` and compile their bytecode.
+
+    A run starts many processes. If the environment is not writable, each of them would compile the bytecode again.
+    """
     add(folder, "--compile-bytecode", *packages)
 
 
 def add(folder: Path, *packages: str | Path) -> None:
-    """Install packages without compiling their bytecode, for environments that only tests use."""
+    """Install packages into the environment in `folder` without compiling their bytecode. Only tests use such
+    environments."""
     run(find_uv(folder), "pip", "install", "--quiet", "--python", folder / "bin/python", *packages)
 
 
@@ -134,7 +156,7 @@ def make_project_environment(folder: Path, checkout: Path) -> None:
 
 
 def make_image_environment(folder: Path, checkout: Path) -> None:
-    """Create the environment of the container images: the project's dependencies and those for clusters.
+    """Create the environment of the container images: the dependencies of the project and the packages for clusters.
 
     The project itself is added later, in a layer of its own.
     """
@@ -161,7 +183,11 @@ def make_cluster_environment(folder: Path, checkout: Path) -> None:
 
 
 def make_verifiers_environment(folder: Path, checkout: Path) -> None:
-    """Create the checkout's environment with verifiers, either a release with the legacy interface or one with v1."""
+    """Create an environment with the checkout and the package verifiers.
+
+    The name of the folder selects the release of verifiers: one with its legacy interface, or one with its interface
+    v1.
+    """
     make_interop_environment(folder, f"{checkout}[verifiers]")
 
 
@@ -199,11 +225,15 @@ def make_lerobot_environment(folder: Path) -> None:
 
 
 def interop_pins(folder: Path) -> Path:
+    """Return the file with the versions of the packages in an environment that only tests use."""
     return REQUIREMENTS / f"interop-{folder.name.removeprefix('.venv-')}.txt"
 
 
 def find_python(version: str) -> str:
-    """Return an interpreter of a Python version, from the PATH or pyenv; otherwise the version, which uv downloads."""
+    """Return a Python interpreter of the version, such as "3.12", from the PATH or from pyenv.
+
+    If there is none, return the version itself; uv then downloads an interpreter.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [sys.executable, f"python{version}", *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
     for candidate in filter(shutil.which, candidates):
