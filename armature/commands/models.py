@@ -90,7 +90,7 @@ def serve(
         Optional[int],  # noqa: UP045
         typer.Option(help="Longest prompt and completion together, in tokens. Default: 4096, or the model's limit."),
     ] = None,
-    max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 4,
+    max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 16,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU.")] = "",
     quantization: Annotated[
         Optional[str],  # noqa: UP045

@@ -63,6 +63,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a TOML file, merged over the values of the files that it extends.
 
+    A file that names another environment inherits nothing of the former one: neither its arguments and numbers of
+    tasks nor `evaluation.kind_field`, which names a field of its tasks.
+
     Raises:
         ConfigurationError: a file is missing, is not TOML, or extends itself.
     """
@@ -84,7 +87,22 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
     inherited = read_toml(extended, (*seen, path))
     chosen = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
-    return merge(chosen, values)
+    return merge(_without_other_environment(chosen, values), values)
+
+
+def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` without its environment and `evaluation.kind_field`, if `over` names another environment."""
+    before, after = (_table(values, "environment").get("name") for values in (base, over))
+    if before is None or after is None or after == before:
+        return dict(base)
+    evaluation = {key: value for key, value in _table(base, "evaluation").items() if key != "kind_field"}
+    rest = {key: value for key, value in base.items() if key != "environment"}
+    return rest | {"evaluation": evaluation} if evaluation else rest
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = values.get(name)
+    return table if isinstance(table, Mapping) else {}
 
 
 class Extends(Settings):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from base64 import b64encode
 from html import escape
 from json import dumps
+from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 # --- Secrets that this process has read. Error messages replace them by ***, also in text that others wrote. ---
@@ -179,12 +182,26 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
+LONGEST_PLACE = 300
+"""Largest number of characters that `said` adds for the place of an error."""
+_INSTALLED = (str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+"""Folders of this package, of Python and of installed packages."""
+
+
 def said(error: BaseException) -> str:
-    """Return the class and the message of an error of another library.
+    """Return the class and the message of an error of other code, and the place in the user's code that raised it.
 
     The error's own methods may raise, so this function catches everything.
     """
     try:
-        return f"{type(error).__name__}: {str(error)[:LONGEST_DETAIL]}"
+        return f"{type(error).__name__}: {str(error)[: LONGEST_DETAIL - LONGEST_PLACE]}{_place(error)}"
     except BaseException:
         return f"{type(error).__name__}, whose message cannot be read"
+
+
+def _place(error: BaseException) -> str:
+    """Return file, line number and line of the innermost frame that is not in an installed package; "" without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_INSTALLED) and frame.line:
+            return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"[:LONGEST_PLACE]
+    return ""

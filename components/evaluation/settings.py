@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -53,7 +54,8 @@ class EvaluationSettings(PlaySettings):
     max_tasks: NonNegativeInt = 0
     """Play only this many tasks of each split, the first ones; 0 plays all."""
     kind_field: str = ""
-    """Field of the tasks' payload by which accuracy is broken down; empty for no breakdown."""
+    """Field of the tasks' payload by which accuracy is broken down; empty for no breakdown. Unset: "kind" for a table
+    with environment.args.kind."""
 
     @field_validator("splits")
     @classmethod
@@ -152,6 +154,17 @@ class ModelSections(Sections):
     if TYPE_CHECKING:  # each recipe places these fields among its sections
         model: ModelSettings
         environment: EnvironmentSettings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _break_down_by_kind(cls, values: Any) -> Any:
+        """Set `evaluation.kind_field` for a table with a column `kind`, unless the recipe sets it."""
+        environment, evaluation = values.get("environment"), values.get("evaluation")
+        if not isinstance(environment, Mapping) or not isinstance(evaluation, Mapping) or "kind_field" in evaluation:
+            return values
+        args = environment.get("args")
+        has_kind = environment.get("name") == "dataset" and isinstance(args, Mapping) and args.get("kind")
+        return {**values, "evaluation": {**evaluation, "kind_field": "kind"}} if has_kind else values
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
         """Return the settings of a section, see `Sections.settings_for`.

@@ -52,8 +52,8 @@ class ServerSettings(Settings):
 
     max_model_len: int = Field(ge=16)
     """Longest prompt and completion together, in tokens."""
-    max_images_per_prompt: int = Field(1, ge=0)
-    """Most images in one prompt, including the images of earlier turns."""
+    max_images_per_prompt: int = Field(16, ge=0)
+    """Most images in one prompt, including the images of earlier turns. The limit takes no memory."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the served weights; log-probs agree best with the trainer's own."""
     quantization: Literal["fp8"] | None = None

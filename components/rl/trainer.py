@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi
@@ -54,8 +54,6 @@ JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfl
 precise dtype."""
 LONGEST_SERVED = 8192
 """Limit of a server that the trainer starts, in tokens: the longest prompt with its completion."""
-SERVED_IMAGES = 16
-"""Largest number of images per prompt on a server that the trainer starts, if tasks come from an environment."""
 SHARED_GPU = 0.4
 """Part of a GPU's memory for a server that shares it with the trainer."""
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
@@ -400,11 +398,10 @@ class MultimodalGRPOTrainer:
         shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus == 1 else {}
         servers = MachineServers(gpus=serving, arguments=shared)
         self.machine = self.machine.model_copy(update={"servers": servers})
-        self.served = ServerSettings(
-            max_model_len=min(LONGEST_SERVED, longest_sequence(weights)),
-            max_images_per_prompt=rows.most_images if (rows := self._rows) else SERVED_IMAGES,
-            dtype="bfloat16" if gpus else "float32",
-        )
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if gpus else "float32"
+        served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
+        most = max(served.max_images_per_prompt, self._rows.most_images if self._rows else 0)
+        self.served = served.model_copy(update={"max_images_per_prompt": most})
 
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"

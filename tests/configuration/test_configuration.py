@@ -17,6 +17,49 @@ from armature.components.training.processes import TrainerProcesses
 from armature.deployments import deployment
 from tests.refusals import refused
 
+BASE_OF_COLORS = """
+[environment]
+name = "colors"
+train_tasks = 8
+[evaluation]
+kind_field = "color"
+seed = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        ('[environment]\nname = "dataset"', {"environment": {"name": "dataset"}, "evaluation": {"seed": 3}}),
+        (
+            '[environment]\nname = "dataset"\n[evaluation]\nkind_field = "kind"',
+            {"environment": {"name": "dataset"}, "evaluation": {"seed": 3, "kind_field": "kind"}},
+        ),
+        (
+            '[environment]\nname = "colors"\nheldout_tasks = 2',
+            {
+                "environment": {"name": "colors", "train_tasks": 8, "heldout_tasks": 2},
+                "evaluation": {"seed": 3, "kind_field": "color"},
+            },
+        ),
+    ],
+    ids=["other environment", "other environment and field", "same environment"],
+)
+def test_other_environment_inherits_nothing_of_the_former(tmp_path, over, expected):
+    (tmp_path / "base.toml").write_text(BASE_OF_COLORS)
+    (tmp_path / "top.toml").write_text(f'extends = "base.toml"\n{over}\n')
+    assert read_toml(tmp_path / "top.toml") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "expected"), [("", None, ""), ("k", None, "kind"), ("k", "", ""), ("k", "row", "row")]
+)
+def test_column_kind_is_enough_to_break_accuracy_down(kind, field, expected):
+    args = {"source": "rows.jsonl", "prompt": "{q}", "kind": kind, "rewards": [{"name": "exact_match"}]}
+    values = read_toml(recipe_path("train-vlm/colors")) | {"environment": {"name": "dataset", "args": args}}
+    values["evaluation"] = {"sampling": {"max_tokens": 4}} | ({} if field is None else {"kind_field": field})
+    assert build_recipe("train-vlm/own", values, "").sections["evaluation"].kind_field == expected
+
 
 def test_recipe_files_extend_table_by_table(tmp_path):
     (tmp_path / "base.toml").write_text('a = 1\n[t]\nx = 1\ny = [1, 2]\n[t.deep]\nz = "old"\n')

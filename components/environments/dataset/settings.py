@@ -132,7 +132,7 @@ class DatasetEnvironmentSettings(Settings):
     """Part of the answer column to use as the correct answer, as for rewards: all, boxed, <answer> for the text inside
     the last such tag, </think> for the text after the last such tag."""
     kind: ColumnName = ""
-    """Column by which evaluation breaks accuracy down, with evaluation.kind_field = "kind"; empty for none."""
+    """Column by which evaluation breaks accuracy down; empty for none."""
     demonstration: str = ""
     """Template of the answer that a warm start trains on: <think>{solution}</think>{answer}. Empty means the answer."""
     split: SplitSettings = HashSplit(by="hash")
