@@ -28,8 +28,10 @@ def cell(checkpoint: str, seed: int, recipe: Sweep, tasks: Artifact) -> Artifact
 
 
 def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
-    """Run all cells one after the other, because each uses all servers of the machine. A failed cell is a result
-    too."""
+    """Evaluate each checkpoint with each seed, and return one result for each pair, also if its evaluation failed.
+
+    The evaluations run one after the other, because each uses all servers of the machine.
+    """
     findings, sweep = [], recipe.sweep
     for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
         name = f"{checkpoint}-seed{seed}"

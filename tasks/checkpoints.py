@@ -41,7 +41,10 @@ def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Ar
 
 
 def _source(name: str, model: ModelSettings) -> dict[str, object]:
-    """Fields of `ModelSettings` for a name; the sizes of a tiny model do not apply to a hub name."""
+    """Return the fields of `ModelSettings` that select the model `name`.
+
+    For a hub name, the sizes of a tiny model are removed.
+    """
     return {"source": name} if name.startswith("tiny/") else {"source": name, "tiny": None}
 
 

@@ -42,7 +42,10 @@ class PrefectUnits:
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
 
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
-        """Run `unit(*arguments)` as a task run called `name`. The task's name is `name` without its number."""
+        """Start `unit(*arguments)` as a task run called `name`, and return its future.
+
+        The task is called like its runs without the number at the end: the run collect-3 belongs to the task collect.
+        """
         future: Future[ResultT] = Future()
 
         def work() -> None:
@@ -76,11 +79,15 @@ class PrefectUnits:
 
 
 FLUSH_SECONDS = 3.0
+"""Seconds after which collected events are sent."""
 LOG_LINE_SECONDS = 15.0
+"""Seconds between two log lines about the same progress bar."""
 
 
 @dataclass
 class _Bar:
+    """The state of a progress bar, and the Prefect artifact that shows it."""
+
     done: int
     total: int
     postfix: Mapping[str, float]
@@ -89,6 +96,7 @@ class _Bar:
     logged_at: float = 0.0
 
     def text(self, name: str) -> str:
+        """Return the state of the bar `name` as one line of text."""
         return " ".join([f"{name} {self.done}/{self.total}", *(f"{k}={v:.4g}" for k, v in self.postfix.items())])
 
 
@@ -168,6 +176,7 @@ class PrefectEvents:
         self._log.info(text, extra={"step": self._numbers.step})  # seen where logs are JSON
 
     def _send_until_stopped(self) -> None:
+        """Send the collected events every few seconds, and warn if disk or memory is low, until the stage ends."""
         away = False
         while not self._stop.wait(FLUSH_SECONDS):
             for warning in self._resources.warnings(free_bytes(self._store)):
@@ -184,6 +193,7 @@ class PrefectEvents:
                 away = True
 
     def _send(self) -> None:
+        """Send progress bars to Prefect, and metrics and artifacts to MLflow. Events that fail to arrive are kept."""
         self._send_bars()
         with self._lock:
             metrics, artifacts = list(self._metrics), list(self._artifacts)
@@ -195,6 +205,7 @@ class PrefectEvents:
             del self._artifacts[: len(artifacts)]
 
     def _send_bars(self) -> None:
+        """Send the progress bars that have changed to Prefect's page of the run."""
         with self._lock:
             changed = [(name, bar) for name, bar in self._bars.items() if bar.changed]
             for _, bar in changed:

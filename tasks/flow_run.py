@@ -28,7 +28,7 @@ DEPLOYMENT_TAG = "deployment:"
 
 @dataclass
 class Provenance:
-    """Fingerprints of the artifacts that one flow run used, by how it got them, and its runs in trackers."""
+    """Fingerprints of the artifacts that one flow run has used so far, and the places of its runs in trackers."""
 
     made: set[str] = field(default_factory=set)
     """Artifacts that the flow run made."""
@@ -37,7 +37,7 @@ class Provenance:
     remade: set[str] = field(default_factory=set)
     """Artifacts that were in the store and that `machine.force` made again."""
     trackers: dict[str, str] = field(default_factory=dict)
-    """Where trackers have the runs of its stages, and the name of each tracker."""
+    """Names of trackers by place. A place is where a tracker shows the run of a stage: a URL or a command."""
 
 
 _provenance_by_flow_run: dict[str, Provenance] = {}
@@ -49,7 +49,11 @@ def provenance() -> Provenance:
 
 
 def deployment_name() -> str:
-    """Return the name of the running deployment, as Prefect or the tag of `armature run` gives it, or "custom"."""
+    """Return the name of the deployment or recipe that this flow run runs.
+
+    Prefect knows the deployment of a submitted run. `armature run` puts the recipe's name into a tag. If there is
+    neither, the name is "custom".
+    """
     if deployment.name:
         return str(deployment.name)
     marked = [tag.removeprefix(DEPLOYMENT_TAG) for tag in flow_run.tags if tag.startswith(DEPLOYMENT_TAG)]
@@ -102,7 +106,10 @@ def read_blocks(sections: Mapping[str, BaseModel]) -> None:
 
 
 def _blocks(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name of each block in nested settings, and the dotted path of the setting."""
+    """Yield the name of each Secret block to which nested settings refer, with the dotted key of the setting.
+
+    `where` is the dotted key of `value`.
+    """
     if isinstance(value, Mapping):
         if set(value) == set(BlockReference.model_fields):
             yield value["prefect_secret"], where
@@ -115,7 +122,7 @@ def _blocks(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def current_run() -> TrackedRun | None:
-    """Return the MLflow run of the flow that this task belongs to, or None."""
+    """Return the MLflow run of the current flow run, or None if MLflow has none."""
     experiment = experiment_id(str(flow_run.flow_name))
     runs = client().search_runs(
         [experiment],

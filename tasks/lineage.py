@@ -24,7 +24,9 @@ class Node:
     made_by: str = ""
     """Id of the MLflow run that wrote the artifact; empty if MLflow has no such run."""
     facts: dict[str, str] = field(default_factory=dict)
+    """Facts to show beside the name, such as the commit of the code."""
     parents: list[Node] = field(default_factory=list)
+    """Nodes of the artifacts from which this one was made."""
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and all nodes below it, depth first."""
@@ -33,7 +35,11 @@ class Node:
             yield from parent.walk()
 
     def lines(self, indent: str = "", most: int = 3) -> Iterator[str]:
-        """Yield the tree as lines of text. Of a long series of steps, the first `most` and the last are shown."""
+        """Yield the tree below this node as lines of text.
+
+        If a node has more than `most` + 2 parents, such as the artifacts of many steps, only the first `most` and the
+        last one are shown.
+        """
         facts = "".join(f"  {key}={value}" for key, value in self.facts.items())
         yield f"{indent}{self.name}  {self.digest}{facts}"
         shown = self.parents
@@ -80,6 +86,7 @@ def code_commit(digest: str) -> str:
 
 
 def _find_run(run_id: str) -> Run | None:
+    """Return the MLflow run with this id, or None if there is no such run."""
     try:
         return client().get_run(run_id)
     except MlflowException as error:
@@ -89,7 +96,10 @@ def _find_run(run_id: str) -> Run | None:
 
 
 class _Walker:
-    """Builds the tree. Each artifact is looked up once; where it appears again, it has no parents."""
+    """Builds a tree of nodes from MLflow's records.
+
+    Each artifact is looked up once. If it appears in the tree again, its further nodes have no parents.
+    """
 
     def __init__(self) -> None:
         self._experiments = [each.experiment_id for each in client().search_experiments()]
@@ -97,7 +107,8 @@ class _Walker:
         self._runs: dict[str, Run] = {}
 
     def run(self, run: Run) -> Node:
-        """Return the node of a run with its inputs; for a flow's run, the inputs of its stages are included."""
+        """Return the node of a run. Its parents are the inputs of the run, and for a flow's run also the inputs of its
+        stages."""
         node = Node(run.info.run_name or run.info.run_id, run.info.run_id, facts=_facts(run))
         stages = client().search_runs(self._experiments, f"tags.`{names.PARENT_TAG}` = '{run.info.run_id}'")
         for each in [run, *reversed(stages)]:
@@ -111,6 +122,7 @@ class _Walker:
         return node
 
     def artifact(self, digest: str) -> Node:
+        """Return the node of the artifact with this digest. It has no parents if MLflow has no record of it."""
         for context in ("output", "input"):
             condition = f"dataset.digest = '{digest}' and dataset.context = '{context}'"
             for run in client().search_runs(self._experiments, condition, order_by=["attributes.start_time ASC"]):
@@ -121,7 +133,11 @@ class _Walker:
         return Node("artifact", digest)
 
     def dataset(self, dataset: DatasetInput) -> Node:
-        """Return the node of an artifact, from its own record and from the record of the run that wrote it."""
+        """Return the node of the artifact that an MLflow dataset describes.
+
+        Its parents are the artifacts from which it was made. If it is the final output of a stage, the artifacts of the
+        stage's steps are parents too.
+        """
         digest = dataset.dataset.digest
         node = Node(dataset.dataset.name, digest, path=json.loads(dataset.dataset.source).get("uri", ""))
         if digest in self._seen:
@@ -145,6 +161,7 @@ class _Walker:
         return node
 
     def maker(self, digest: str) -> Run | None:
+        """Return the first run that wrote the artifact with this digest, or None if MLflow has no such run."""
         condition = f"dataset.digest = '{digest}' and dataset.context = 'output'"
         for run in client().search_runs(self._experiments, condition, order_by=["attributes.start_time ASC"]):
             if any(each.dataset.digest == digest for each in _with_context(run, "output")):
@@ -153,14 +170,17 @@ class _Walker:
 
 
 def _tags(dataset: DatasetInput) -> dict[str, str]:
+    """Return the tags of an MLflow dataset as a dict."""
     return {tag.key: tag.value for tag in dataset.tags}
 
 
 def _with_context(run: Run, context: str) -> list[DatasetInput]:
+    """Return the artifacts that a run logged in the role `context`, "input" or "output"."""
     datasets: Iterable[DatasetInput] = run.inputs.dataset_inputs if run.inputs else []
     return [each for each in datasets if _tags(each).get(names.CONTEXT_TAG) == context]
 
 
 def _facts(run: Run) -> dict[str, str]:
+    """Return the first characters of the digest of a run's settings and of its git commit, if the run has them."""
     wanted = {"config": names.CONFIG_TAG, "commit": names.COMMIT_TAG}
     return {key: run.data.tags[tag][:12] for key, tag in wanted.items() if tag in run.data.tags}

@@ -10,6 +10,8 @@ _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
 
 class _ReadableFilter(logging.Filter):
+    """Removes the tracebacks of our own errors, and the lines that say that a unit of a stage has finished."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ArmatureError):
@@ -21,7 +23,7 @@ class _ReadableFilter(logging.Filter):
 
 
 def readable_errors() -> None:
-    """Add the filter to the loggers of flow and task runs. Further calls change nothing."""
+    """Make the logs of flow runs and task runs readable: add `_ReadableFilter` to their loggers, once."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _ReadableFilter) for each in logger.filters):

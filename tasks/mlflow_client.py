@@ -37,6 +37,7 @@ from armature.tasks.patience import patiently
 
 STATE = home_folder() / ".armature"
 UI_URL = "http://127.0.0.1:5000"
+"""Address at which `armature up` serves MLflow's pages."""
 
 CONTEXT_TAG = "mlflow.data.context"
 PARENT_TAG = "mlflow.parentRunId"
@@ -52,19 +53,19 @@ MAKES_TAG = "armature.makes"
 
 
 def tracking_uri() -> str:
-    """Return `MLFLOW_TRACKING_URI`, or the address of a SQLite file in the folder `.armature`."""
+    """Return the address of MLflow: `MLFLOW_TRACKING_URI`, or else a SQLite file in the folder `.armature`."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     return sqlite_url(STATE / "mlflow.db", "pysqlite")
 
 
 def shown_uri() -> str:
-    """Return `tracking_uri` without its password, for messages and records."""
+    """Return the address of MLflow without user name and password, for messages and records."""
     return without_passwords(tracking_uri())
 
 
 class _RetryingClient:
-    """MLflow's client with every method wrapped in `patiently`, which waits while MLflow does not answer."""
+    """MLflow's client. Each of its methods is retried while MLflow does not answer, see `patiently`."""
 
     def __init__(self, uri: str) -> None:
         mlflow.set_tracking_uri(uri)  # create_external_model and register_model read nothing else
@@ -76,7 +77,11 @@ class _RetryingClient:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Lock MLflow's SQLite file, so that runs which start together create its tables and experiments only once."""
+    """Hold a lock for MLflow's SQLite file while the block runs; create the file if it does not exist.
+
+    With the lock, runs that start at the same time create its tables and experiments only once. If `uri` is not the
+    address of a SQLite file, nothing is locked.
+    """
     database = make_url(uri).database if uri.startswith("sqlite") else None
     if not database:
         yield
@@ -92,11 +97,13 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _artifacts() -> str:
+    """Return the URI of the folder in which MLflow keeps files, if it runs without a server."""
     return (STATE / "mlartifacts").resolve().as_uri()
 
 
 @cache
 def _client(uri: str) -> MlflowClient:
+    """Return the MLflow client of an address, the same object in every call; see `client`."""
     for variable in (MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR):
         try:
             variable.get()
@@ -120,7 +127,9 @@ def _client(uri: str) -> MlflowClient:
 
 
 def client() -> MlflowClient:
-    """Return the MLflow client of `tracking_uri`. Its methods raise TrackingError, see `patiently`.
+    """Return the MLflow client for the address `tracking_uri()`.
+
+    Its methods are retried while MLflow does not answer, and then raise TrackingError, see `patiently`.
 
     Raises:
         ConfigurationError: the address or one of MLflow's environment variables is invalid.
@@ -141,12 +150,19 @@ def experiment_id(name: str) -> str:
 
 
 def served_by() -> str:
-    """Return a remark for links to `page`: with a SQLite file, `armature up` has to run for the page to open."""
+    """Return a remark to print after a link to a run's page, or "".
+
+    If MLflow is a SQLite file, the link works only while `armature up` runs.
+    """
     return "(while `armature up` runs)" if tracking_uri().startswith("sqlite") else ""
 
 
 def page(run_id: str, experiment: str) -> str:
-    """Return the address of a run's page; for a SQLite file, the address at which `armature up` serves it."""
+    """Return the address of a run's page in MLflow.
+
+    If MLflow is a SQLite file, it is the address at which `armature up` serves the page. `experiment` is the id of the
+    run's experiment.
+    """
     uri = tracking_uri()
     base = shown_uri() if uri.startswith("http") else UI_URL
     # Without workflowType, MLflow opens its GenAI pages, which do not list runs.

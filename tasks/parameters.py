@@ -36,6 +36,7 @@ def takes(
 
 
 def _parameters(sections: type[Sections]) -> list[Parameter]:
+    """Return the parameters of a flow's signature, one keyword parameter for each section."""
     return [
         Parameter(
             name,

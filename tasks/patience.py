@@ -21,18 +21,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AGAIN_SECONDS = 2.0
+"""Seconds between two tries of a call."""
 _SERVER_FAILS = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "INTERNAL_ERROR")
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _STORES = ("boto3", "botocore", "s3transfer")
 
 _seconds = ContextVar("seconds", default=300.0)
+"""Seconds for which a call to MLflow is retried; `patience` sets them."""
 _log = logging.getLogger("prefect.mlflow")
 
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Set how many seconds calls in this block wait for MLflow, in this thread.
+    """Set for how many seconds this thread retries a call to MLflow in this block.
 
     A single call that hangs is ended by MLflow's own timeout.
     """

@@ -26,17 +26,18 @@ from armature.components.machine.network import metrics_server
 _GIB = 2**30
 
 LOW_DISK = 5 * _GIB
-"""Warn below this many free bytes, or below a twentieth of the disk if that is less."""
+"""Number of free bytes on the disk below which a warning is logged. On small disks it is a twentieth of the disk."""
 
 LOW_MEMORY = 0.05
-"""Warn below this share of the machine's memory, or of the container's."""
+"""Share of the memory that is available, below which a warning is logged. In a container, its memory limit counts."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+"""Folder with the memory limit and the memory use of this process's container (cgroup v2)."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """Free and total bytes of the store's disk and of memory."""
+    """Free bytes and size in bytes, for the disk with the artifact store and for main memory."""
 
     disk: int
     disk_size: int
@@ -45,7 +46,10 @@ class Free:
 
 
 def free_bytes(store: Path, cgroup: Path = _CGROUP) -> Free:
-    """Measure the disk that `store` is on or will be on, and memory. The limit of a container (cgroup v2) counts."""
+    """Measure the free space of the disk with the folder `store`, and the available memory.
+
+    The folder need not exist yet. In a container (cgroup v2), its memory limit counts.
+    """
     there = next(path for path in (store.absolute(), *store.absolute().parents) if path.exists())
     disk, memory = shutil.disk_usage(there), psutil.virtual_memory()
     available, size = memory.available, memory.total
@@ -59,12 +63,13 @@ def free_bytes(store: Path, cgroup: Path = _CGROUP) -> Free:
 
 
 class ResourceWatch:
-    """Warns once when disk or memory run low, and again only after they had recovered."""
+    """Warns when free disk or memory is low: once, and again only after there was enough in between."""
 
     def __init__(self) -> None:
         self._low: set[str] = set()
 
     def warnings(self, free: Free) -> Iterator[str]:
+        """Yield the warnings to log for these measurements."""
         yield from self._one(
             "disk",
             free.disk < min(LOW_DISK, free.disk_size / 20),
@@ -78,17 +83,22 @@ class ResourceWatch:
         )
 
     def _one(self, name: str, low: bool, text: str) -> Iterator[str]:
+        """Yield the warning `text` if the resource `name` is low now and was not low at the last call."""
         if low and name not in self._low:
             yield text
         self._low = self._low | {name} if low else self._low - {name}
 
 
 COUNTS = tuple(PoolStatistics().counts())
+"""Names of the counts that every server pool keeps."""
 
 _LABELS = ("run", "stage")
+"""Labels of the metrics of a stage: name of the flow run and name of the stage's task run."""
 
 _STORES: set[Path] = set()
+"""Folders of the artifact stores of the running flows, whose free disk is reported."""
 _ADDRESSES: set[str] = set()
+"""Addresses at which this process serves metrics."""
 
 
 @dataclass
@@ -101,6 +111,7 @@ class StageNumbers:
     _lock: Lock = field(default_factory=Lock)
 
     def of_step(self, values: Mapping[str, float], step: int) -> None:
+        """Set the latest step and update the metrics with the values of this step."""
         with self._lock:
             self.step = step
             self.metrics |= {name: float(value) for name, value in values.items()}
@@ -110,6 +121,7 @@ class StageNumbers:
             self.bars[name] = done, total
 
     def copy(self) -> StageNumbers:
+        """Return a copy that other threads do not change."""
         with self._lock:
             return StageNumbers(self.step, dict(self.metrics), dict(self.bars))
 
@@ -123,7 +135,10 @@ class RunCollector(Collector):
 
     @contextmanager
     def stage(self, run: str, stage: str) -> Iterator[StageNumbers]:
-        """Include a stage of a flow run in the metrics while the block runs."""
+        """Report the numbers of a stage while the block runs. The block writes them to the yielded object.
+
+        `run` and `stage` are the labels: name of the flow run and name of the stage's task run.
+        """
         numbers = StageNumbers()
         with self._lock:
             self._stages[run, stage] = numbers
@@ -156,6 +171,7 @@ class RunCollector(Collector):
 
 
 def _pools() -> Iterator[Metric]:
+    """Yield the metrics of all open server pools of this process together."""
     pools = list(OPEN)
     ready = sum(replica.ready for pool in pools for replica in pool.replicas)
     yield GaugeMetricFamily("armature_pool_servers", "Servers that answer, of all open pools.", ready)
@@ -174,6 +190,7 @@ def _pools() -> Iterator[Metric]:
 
 
 def _resources() -> Iterator[Metric]:
+    """Yield the free bytes of the disk of each artifact store, and the available memory."""
     disk = GaugeMetricFamily("armature_disk_free_bytes", "Of the disk with the artifact store.", labels=["store"])
     memory = None
     for store in sorted(_STORES):
@@ -186,6 +203,7 @@ def _resources() -> Iterator[Metric]:
 
 
 RUNS = RunCollector()
+"""The collector of all stages that run in this process."""
 _REGISTRY = CollectorRegistry()
 _REGISTRY.register(RUNS)
 ProcessCollector(registry=_REGISTRY)

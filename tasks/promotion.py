@@ -20,7 +20,10 @@ from armature.tasks.patience import patiently
 
 
 def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> str:
-    """Register the model with its files and point the alias "candidate" at it; returns "models:/<name>@candidate"."""
+    """Register a logged model in MLflow and point the alias "candidate" at it.
+
+    The files of `checkpoint` are put where MLflow keeps the model's files. The result is "models:/<name>@candidate".
+    """
     name = _model_name(registered_name)
     versions = client().search_model_versions(f"name = '{name}'")
     source = f"models:/{model.model_id}"
@@ -35,10 +38,10 @@ def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> s
 
 
 def _give_files(model: LoggedModel, folder: Path) -> None:
-    """Copy the checkpoint's files to the place where MLflow keeps the files of the model.
+    """Put the files in the checkpoint's folder where MLflow keeps the files of the model.
 
-    MLflow chooses the place. Files for a local folder are hard-linked if the folder is on the store's disk, and copied
-    otherwise. Files for a bucket are uploaded.
+    MLflow chooses the place. If it is a folder on the store's disk, hard links are made; in a folder on another disk,
+    copies. If it is a bucket, the files are uploaded.
 
     Raises:
         TrackingError: the files cannot be written there.
@@ -63,15 +66,18 @@ def _give_files(model: LoggedModel, folder: Path) -> None:
 
 
 def _model_name(text: str) -> str:
-    """Replace the characters that MLflow refuses in a model's name, or that have a meaning in addresses and filters."""
+    """Return a text that can be the name of a registered model.
+
+    Characters that MLflow refuses, or that have a meaning in its addresses and filters, are replaced by dots.
+    """
     return re.sub(r"[^\w .-]", ".", text)
 
 
 def measure_of_candidate(registered_name: str, model: LoggedModel, key: str) -> float | None:
-    """Return the metric `key` of the model that the alias "candidate" points at.
+    """Return the value of the metric `key` for the current candidate, to compare it with `model`.
 
-    Returns None if there is no candidate, if the candidate is `model` itself, or if the two were not evaluated on the
-    same tasks with the same settings.
+    The candidate is the model that the alias "candidate" points at. The result is None if there is no candidate, if the
+    candidate is `model` itself, or if it was not evaluated on the same tasks and with the same settings as `model`.
     """
     try:
         version = client().get_model_version_by_alias(_model_name(registered_name), "candidate")
@@ -82,7 +88,10 @@ def measure_of_candidate(registered_name: str, model: LoggedModel, key: str) -> 
         return None
 
     def measured(one: LoggedModel) -> list[tuple[tuple[str | None, str | None], float]]:
-        """Each by its tasks and settings, the newest last."""
+        """Return the measured values of the metric, the newest last.
+
+        Each value is in a pair with the digests of the tasks and of the settings of its evaluation.
+        """
         metrics = [metric for metric in client().get_logged_model(one.model_id).metrics or () if metric.key == key]
         metrics.sort(key=lambda metric: metric.timestamp)
         tags = [client().get_run(str(metric.run_id)).data.tags for metric in metrics]

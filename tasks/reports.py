@@ -29,12 +29,15 @@ from armature.tasks.promotion import measure_of_candidate, promote
 from armature.tasks.tracking import TrackedRun, find_model
 
 MODEL_KINDS = ("model", "policy")
-"""Artifact kinds that hold a checkpoint. Stage inputs of these names take one."""
+"""Kinds of artifacts that are a checkpoint. They are also the names of the stage inputs that are a checkpoint."""
 PAGE_SUFFIXES = (".html", ".png", ".svg")
+"""File name suffixes of an artifact's pages and images, which MLflow shows."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-"""Non-finite numbers as `metrics.json` spells them, in strings."""
+"""Strings that stand for numbers that are not finite in `metrics.json`."""
 TABLES = ("metrics.json", "history.json", "lineage.json")
+"""Names of an artifact's JSON files, which MLflow shows."""
 MAX_PAGE_BYTES = 64 * 2**20
+"""Size in bytes above which a file is not sent to MLflow."""
 
 
 def record_output(
@@ -80,7 +83,10 @@ def pages(artifact: Artifact) -> list[Path]:
 
 
 def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact]) -> LoggedModel | None:
-    """Log the stage's checkpoints and return the one that it wrote, or else the one that it used."""
+    """Log the checkpoints that a stage used and wrote as MLflow models.
+
+    Return the model of the checkpoint that the stage wrote, or else of the one that it used, or None.
+    """
     checkpoints = [inputs[name] for name in MODEL_KINDS if name in inputs]
     used = run.log_model("checkpoint", checkpoints[0], "input") if checkpoints else None
     if artifact.kind in MODEL_KINDS or (artifact.path / "checkpoint").is_dir():
@@ -89,6 +95,7 @@ def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact])
 
 
 def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in nested tables by their path of keys, joined by slashes; other values are left out."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         key = "/".join(map(metric_part, name.split("/")))
@@ -100,12 +107,16 @@ def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, floa
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """Rows of `history.json`: metrics by step, the points of curves."""
+    """Return the rows of the file `history.json`, each with the metrics of one step; none if there is no such file."""
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
     return rows
 
 
 def _lineage(path: Path, machine: Machine, reported: set[str | int]) -> list[tuple[Artifact, str, int | None]]:
+    """Return artifact, role and step of each artifact of a step that the file `lineage.json` names.
+
+    Artifacts that are in `reported`, or not in the store, are left out.
+    """
     if not path.is_file():
         return []
     steps = [
@@ -138,11 +149,12 @@ SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
     *("reward", "episodes", "failed", "action_error", "mean_action_error"),
 )
-"""Metrics in the table of results. Those of a second split are shown as SPLIT/NAME. MLflow has all metrics."""
+"""Names of the metrics in the table of results. Metrics of a second split are called SPLIT/NAME there. MLflow has all
+metrics."""
 
 
 MEASURES = ("accuracy", "success")
-"""Metrics that rank checkpoints; the first one that an evaluation has is used."""
+"""Names of the metrics by which checkpoints are compared. The first of these that an evaluation has is used."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,7 @@ class CheckpointResult:
     error: str = ""
 
     def row(self) -> dict[str, str | float]:
+        """Return the checkpoint's row in the table of results, by column."""
         values = numbers(self.artifact) if self.artifact else {}
         columns = [*SHOWN, *(f"{split}/{key}" for split in ("heldout", "train") for key in SHOWN)]
         shown = {key: round(values[key], 4) for key in columns if key in values}
@@ -189,8 +202,10 @@ def report(
 
 
 def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> dict[str, float]:
-    """Return the metrics of all results for the flow's own run, as RESULT/METRIC, or as METRIC if there is one
-    result."""
+    """Return the metrics that are logged in the flow's own MLflow run.
+
+    They are called RESULT/METRIC, or METRIC if the flow has only one result.
+    """
     results = {finding.name: finding.artifact for finding in findings if finding.artifact}
     if len(findings) == 1 and results:
         return numbers(*results.values())

@@ -39,11 +39,16 @@ from armature.tasks.reports import link_viewer, record_output
 from armature.tasks.tracking import TrackedRun, end_lost_runs, tracked
 
 GPU_LIMIT = "gpu"
+"""Name of Prefect's concurrency limit with one slot for each GPU."""
 REUSED = "Reused"
+"""Name of the state of a task whose artifact was in the store already."""
 
 
 def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Return True if a dead server or trainer ended the stage: started again, it resumes. Other errors would repeat."""
+    """Return True if a stage failed because a server or the trainer died: a retry then resumes the stage.
+
+    Other errors would occur again in a retry.
+    """
     error = state.result(raise_on_failure=False)
     return isinstance(error, ServerError | TrainerError) and not isinstance(error, WeightSyncError)
 
@@ -95,7 +100,10 @@ def run(name: str, recipe: Sections, of: str = "", **inputs: Artifact) -> Artifa
 
 
 def run_with(name: str, settings: BaseModel, machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
-    """Run a stage of a flow like `run`, with the stage's settings instead of a recipe.
+    """Run stage `name` of a flow with these settings, and return its artifact, new or reused.
+
+    `of` is a suffix for the task run's name, and `inputs` are the artifacts that the stage reads, by the names of its
+    inputs.
 
     If `machine.force` names the stage, or a stage that made one of its inputs, the artifact is made again, but only
     once in a flow run.
@@ -130,6 +138,11 @@ def _make(
     again: bool,
     begins: Callable[[str], None],
 ) -> Artifact:
+    """Run stage `name` within a task and return its artifact.
+
+    It holds the GPU limit and reports to Prefect, MLflow and the trackers of `machine.report_to`. `reported` receives
+    the steps and digests that were reported. `again` and `begins` are passed to the function `run_stage`.
+    """
     with (
         gpus(machine),
         PrefectEvents(tracking, reported, home_folder() / machine.store) as events,

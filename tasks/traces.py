@@ -13,7 +13,8 @@ from armature.components.contracts.errors import ConfigurationError
 def provider() -> TracerProvider:
     """Return the tracer provider that `OTEL_PYTHON_TRACER_PROVIDER=armature` selects.
 
-    It sends spans by OTLP over HTTP in the background. OpenTelemetry's other variables set the address and the rest.
+    It sends spans by OTLP over HTTP in the background. OpenTelemetry's other environment variables set the collector's
+    address and further options.
 
     Raises:
         ConfigurationError: the OTLP exporter is not installed.

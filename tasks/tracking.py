@@ -41,16 +41,17 @@ from armature.tasks.patience import patience, patiently
 
 
 def end_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) -> None:
-    """Mark `run` as the one that makes an artifact, and end earlier runs of it whose process or machine is gone.
+    """Mark `run` as the one that makes an artifact, and end earlier MLflow runs that made it and were lost.
 
-    Those earlier runs, and the runs of their flows, get the status KILLED. The caller holds the artifact's lock, so
-    nobody else makes the artifact on this machine. A run that waits for the lock has no mark yet, and a run on another
-    machine that is still alive sets its own status when it ends.
+    A run is lost if its process or machine is gone while MLflow still has it as RUNNING. Such runs, and the runs of
+    their flows, get the status KILLED. The caller holds the artifact's lock, so no other process makes the artifact on
+    this machine. A run that waits for the lock has no mark yet, and a run on another machine that is still alive sets
+    its own status when it ends.
 
     Args:
         run: the stage's run.
-        parent: the flow's run of `run`.
-        fingerprint: names the artifact.
+        parent: the run of the flow to which the stage belongs.
+        fingerprint: fingerprint of the artifact that the stage makes.
     """
     experiments = [each.experiment_id for each in client().search_experiments()]
     unfinished = f"tags.`{names.MAKES_TAG}` = '{fingerprint}' and attributes.status = 'RUNNING'"
@@ -63,16 +64,17 @@ def end_lost_runs(run: TrackedRun, parent: TrackedRun | None, fingerprint: str) 
 
 
 MetricPoint = tuple[str, float, int, int]
-"""Key, value, time in milliseconds since 1970, step."""
+"""One value of a metric: name of the metric, value, time in milliseconds since 1970, and step."""
 
 _FIRST_SECONDS = 20.0
 """Seconds that a flow waits for MLflow at its start, when nothing is lost by failing. Later calls wait for minutes."""
 
 _PARAMS_PER_CALL, _METRICS_PER_CALL, _PARAM_LENGTH = 100, 1000, 6000
+"""MLflow's limits on the parameters and on the metrics in one call, and on the characters of a parameter's value."""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested tables to dotted keys, with lists as JSON.
+    """Return the values of nested tables by dotted key. All values are texts; lists and numbers are written as JSON.
 
     Example:
         >>> flatten({"trainer": {"max_steps": 3}, "seeds": [1, 2]})
@@ -89,7 +91,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def user_name() -> str:
-    """Return the name of the user, or the user id if it has no name, as in some containers."""
+    """Return the name of the user who runs this process; the numeric user id if the user has no name, as in some
+    containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -105,9 +108,11 @@ class TrackedRun:
 
     @property
     def page(self) -> str:
+        """Address of the run's page in MLflow."""
         return page(self.run_id, self.experiment)
 
     def log_params(self, values: Mapping[str, Any]) -> None:
+        """Log nested settings as the run's parameters, by dotted key."""
         params = [Param(key, value[:_PARAM_LENGTH]) for key, value in flatten(values).items()]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             client().log_batch(self.run_id, params=params[start : start + _PARAMS_PER_CALL])
@@ -126,7 +131,10 @@ class TrackedRun:
     def log_numbers(
         self, values: Mapping[str, float], model: LoggedModel | None = None, dataset: Artifact | None = None
     ) -> None:
-        """Log metrics of the run as a whole, at step 0."""
+        """Log metrics that have one value for the whole run. They are logged at step 0.
+
+        They are linked to the model and the dataset on which they were measured, if there are any.
+        """
         now = int(time.time() * 1000)
         self.log_metrics([(key, float(value), now, 0) for key, value in values.items()], model, dataset)
 
@@ -139,10 +147,14 @@ class TrackedRun:
         client().log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def log_file(self, path: Path) -> None:
+        """Copy a file to the files that MLflow keeps for the run."""
         client().log_artifact(self.run_id, str(path))
 
     def log_model(self, name: str, checkpoint: Artifact, role: str) -> LoggedModel:
-        """Log a checkpoint as an MLflow model and return it. A model with the same digest is used again."""
+        """Log a checkpoint as an MLflow model in the role "input" or "output", and return the model.
+
+        If a model with the checkpoint's digest exists already, it is used and no new one is created.
+        """
         model = find_model(checkpoint.digest)
         if role == "input":
             model = model or self._create_model(name, checkpoint)
@@ -153,6 +165,7 @@ class TrackedRun:
         return model
 
     def _create_model(self, name: str, checkpoint: Artifact) -> LoggedModel:
+        """Create the MLflow model of a checkpoint. MLflow stores only the checkpoint's path and digest."""
         client()
         return patiently(names.shown_uri(), mlflow.create_external_model)(
             name=name.replace("/", "."),
@@ -163,10 +176,12 @@ class TrackedRun:
         )
 
     def close(self, status: str = "FINISHED") -> None:
+        """End the run with a status of MLflow: FINISHED, FAILED or KILLED."""
         client().set_terminated(self.run_id, status)
 
 
 def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput:
+    """Return the MLflow dataset that describes an artifact: its digest, path, role, step and inputs."""
     inputs = json.dumps(read_manifest(artifact.path).inputs, separators=(",", ":"))
     tags = {names.CONTEXT_TAG: role, names.INPUTS_TAG: inputs}
     if step is not None:
@@ -177,7 +192,7 @@ def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput
 
 
 def find_model(digest: str) -> LoggedModel | None:
-    """Return the logged model whose checkpoint has this digest, or None."""
+    """Return the MLflow model of the checkpoint with this digest, or None if no such checkpoint was logged."""
     experiments = [each.experiment_id for each in client().search_experiments()]
     models = client().search_logged_models(
         experiments, filter_string=f"tags.`checkpoint.digest` = '{digest}'", max_results=1
@@ -186,7 +201,10 @@ def find_model(digest: str) -> LoggedModel | None:
 
 
 def open_run(experiment: str, name: str, tags: Mapping[str, str], parent: TrackedRun | None = None) -> TrackedRun:
-    """Start a run, nested under `parent` if there is one."""
+    """Start an MLflow run called `name`, in the experiment called `experiment`.
+
+    If `parent` is given, the run is nested under it and belongs to the parent's experiment.
+    """
     where = parent.experiment if parent else experiment_id(experiment)
     more = {names.PARENT_TAG: parent.run_id} if parent else {names.COMMIT_TAG: installed_commit()}
     more |= {"mlflow.user": user_name(), "mlflow.source.name": "armature", "mlflow.source.type": "LOCAL"}

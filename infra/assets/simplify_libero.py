@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 FROM_ROBOSUITE = ("texplane", "tex-wall")
-"""Textures whose file LIBERO replaces by one that robosuite has."""
+"""Names of textures that are kept: LIBERO loads their files from the package robosuite."""
 
 _WOOD = "0.8 0.75 0.65 1"
 _HUE_STEP = 0.618034
@@ -22,7 +22,11 @@ _SEEN = {"group": "1", "contype": "0", "conaffinity": "0"}
 
 
 def simplify(root: ET.Element, color: str) -> None:
-    """In place. What had a mesh is drawn as the collision geometry of its body, in this color."""
+    """Remove all meshes, and the textures that are read from files, from a MuJoCo XML tree, in place.
+
+    A body that had a mesh is drawn as its collision geometry. `color` ("r g b a") is the color of materials that
+    are left without a texture and a color.
+    """
     for asset in root.iter("asset"):
         for element in list(asset):
             filed = element.get("file") is not None and element.get("name") not in FROM_ROBOSUITE
@@ -37,6 +41,7 @@ def simplify(root: ET.Element, color: str) -> None:
 
 
 def _draw_collisions(body: ET.Element) -> None:
+    """Replace the meshes of a body by visible copies of its collision geometry, or by a small box if it has none."""
     meshes = [geom for geom in body.findall("geom") if geom.get("mesh")]
     if not meshes:
         return
@@ -57,7 +62,10 @@ def _draw_collisions(body: ET.Element) -> None:
 
 
 def simplify_folder(assets: Path, folder: Path) -> None:
-    """Every XML of `assets`, at its place under `folder`; no two objects have the same color."""
+    """Write a simplified copy of each XML file in `assets` to the same relative path in `folder`.
+
+    Each object gets a color of its own.
+    """
     for number, path in enumerate(sorted(assets.rglob("*.xml"))):
         red, green, blue = colorsys.hsv_to_rgb(number * _HUE_STEP % 1.0, 0.75, 0.75 if number % 2 else 0.45)
         tree = ET.parse(path)
