@@ -154,7 +154,7 @@ def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: 
 def link(source: str, target: str) -> None:
     """Make `target` a symbolic link to the file `source`.
 
-    `Export.write` takes this function in place of a copying one if the export is removed after its upload.
+    `push` passes this function to `Export.write`, because its export is removed after the upload.
     """
     Path(target).symlink_to(source)
 

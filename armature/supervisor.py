@@ -307,6 +307,7 @@ def status() -> int:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt. It is the handler of SIGTERM and SIGINT."""
     raise KeyboardInterrupt
 
 

@@ -173,6 +173,7 @@ class PrefectEvents:
             self._log.warning("%d metrics did not reach MLflow: %s", len(self._metrics), lost)
 
     def _say(self, text: str) -> None:
+        """Write a line to the run's log, with the number of the latest step for logs in JSON."""
         self._log.info(text, extra={"step": self._numbers.step})  # seen where logs are JSON
 
     def _send_until_stopped(self) -> None:

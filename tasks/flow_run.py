@@ -31,11 +31,11 @@ class Provenance:
     """Fingerprints of the artifacts that one flow run has used so far, and the places of its runs in trackers."""
 
     made: set[str] = field(default_factory=set)
-    """Artifacts that the flow run made."""
+    """Fingerprints of artifacts that the flow run made."""
     reused: set[str] = field(default_factory=set)
-    """Artifacts that were in the store already."""
+    """Fingerprints of artifacts that were in the store already."""
     remade: set[str] = field(default_factory=set)
-    """Artifacts that were in the store and that `machine.force` made again."""
+    """Fingerprints of artifacts that were in the store, and were made again because of `machine.force`."""
     trackers: dict[str, str] = field(default_factory=dict)
     """Names of trackers by place. A place is where a tracker shows the run of a stage: a URL or a command."""
 

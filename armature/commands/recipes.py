@@ -64,7 +64,10 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 def _heading(gpus: int | None, gib: int | None) -> str:
-    """Return the heading of the recipes that need `gpus` GPUs of `gib` GiB; None: not known."""
+    """Return the heading of the recipes that need `gpus` GPUs with `gib` GiB of memory each.
+
+    `gpus` is None for recipes that cannot be used, and `gib` is None if the size is not known.
+    """
     if gpus is None:
         return "cannot be used"
     if gpus == 0:

@@ -28,10 +28,12 @@ TOOLS = ("docs", "dev")
 
 
 def say(message: str) -> None:
+    """Print a line about the progress of the setup."""
     print(f"setup: {message}", flush=True)
 
 
 def run(*command: str | Path) -> None:
+    """Run a command, and raise CalledProcessError if it fails."""
     subprocess.run([str(part) for part in command], check=True)
 
 

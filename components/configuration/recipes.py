@@ -122,4 +122,4 @@ RECIPES = Registry(
         "evaluate/libero-perturbed": f"{_ROBOTS}:EvaluateLibero",
     },
 )
-"""Recipe classes by the recipe's whole name, or else by the name of its flow."""
+"""Recipe classes. A key is the whole name of a recipe, or the name of a flow, for all other recipes of the flow."""

@@ -63,8 +63,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a TOML file, merged over the values of the files that it extends.
 
-    A file that names another environment inherits nothing of the former one: neither its arguments and numbers of
-    tasks nor `evaluation.kind_field`, which names a field of its tasks.
+    If a file names another environment than the file that it extends, it does not inherit the section `environment`.
+    It does not inherit `evaluation.kind_field` either, because that setting names a field of the environment's tasks.
 
     Raises:
         ConfigurationError: a file is missing, is not TOML, or extends itself.
@@ -91,7 +91,11 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` without its environment and `evaluation.kind_field`, if `over` names another environment."""
+    """Return the values of a base recipe that still apply if the values `over` name another environment.
+
+    In that case the section `environment` and the setting `evaluation.kind_field` are removed. Otherwise all values of
+    `base` are returned.
+    """
     before, after = (_table(values, "environment").get("name") for values in (base, over))
     if before is None or after is None or after == before:
         return dict(base)
@@ -101,6 +105,7 @@ def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any])
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the table called `name`, or an empty table if there is none."""
     table = values.get(name)
     return table if isinstance(table, Mapping) else {}
 
@@ -148,7 +153,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `a.b=value` to nested tables. The value is TOML, or a bare word for a string; an empty one removes the key.
+    """Parse `a.b=value` to nested tables. The value is TOML, or a bare word for a string; an empty value removes it.
 
     >>> parse_override("trainer.max_steps=20")
     {'trainer': {'max_steps': 20}}

@@ -64,12 +64,17 @@ Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
-    """One run in a tracker. It is opened with a `TrackerRun`, the run's id, and the last step that it has already."""
+    """One run in a tracker.
+
+    The constructor takes a `TrackerRun`, the run's id, and the last step that the tracker was sent in an earlier
+    process.
+    """
 
     place: str
     """URL of the run, or the command that shows it."""
     sent: int | None
-    """Last step that the tracker had when the run was opened. If it cannot tell, the last step that it was sent."""
+    """Last step that the tracker had when the run was opened. If the tracker does not report this step, it is the last
+    step that was sent to it."""
 
     def log(self, values: Mapping[str, float], step: int, tables: Tables) -> None:
         """Send the metrics and the tables of one step."""
@@ -239,12 +244,12 @@ def with_trackers(events: Events, names: Sequence[str], run: TrackerRun) -> Iter
 
 
 Row = tuple[int, Mapping[str, float], dict[str, Path]]
-"""A step, its metrics, and the folders with the rollouts to show, by the name of the table that shows them."""
+"""Number and metrics of a step, and the folders with its rollouts, by the name of the table that shows them."""
 
 
 @dataclass
 class _Sink:
-    """A tracker, the last step that it has, and the rows that it does not have yet."""
+    """A tracker, the last step that it has, and the rows that still have to be sent to it."""
 
     sent: int | None
     tracker: Tracker | None = None
@@ -307,7 +312,10 @@ class TrackedEvents:
 
     @contextmanager
     def _warning(self, name: str, sink: _Sink) -> Iterator[None]:
-        """Turn an error into a warning, the first time: no run may end for a tracker, whose library raises anything."""
+        """Suppress any error of a tracker in this block, and report the first one as a warning.
+
+        The library of a tracker may raise anything, and an error in it must not end the run.
+        """
         try:
             yield
         except Exception as error:

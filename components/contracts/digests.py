@@ -28,7 +28,11 @@ def folder_digest(folder: Path) -> str:
 
 
 def listing_digest(files: Mapping[str, str]) -> str:
-    """Return the MD5 of a folder's list of (md5, relpath), sorted by relpath; `files` maps relpath to md5."""
+    """Return the digest of a folder whose files have these MD5 digests, followed by ".dir".
+
+    `files` maps the relative path of each file to its MD5. The digest is the MD5 of the list of these pairs, sorted by
+    path, as DVC writes it.
+    """
     entries = [{"md5": files[name], "relpath": name} for name in sorted(files)]
     listing = json.dumps(entries, sort_keys=True).encode()
     return hashlib.md5(listing, usedforsecurity=False).hexdigest() + ".dir"

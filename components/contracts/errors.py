@@ -183,15 +183,16 @@ class RolloutFailed(Exception):
 
 
 LONGEST_PLACE = 300
-"""Largest number of characters that `said` adds for the place of an error."""
+"""Maximum number of characters of the place of an error, which `said` adds to the error's message."""
 _INSTALLED = (str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-"""Folders of this package, of Python and of installed packages."""
+"""Folders of code that is not the user's: this package, Python's standard library and installed packages."""
 
 
 def said(error: BaseException) -> str:
-    """Return the class and the message of an error of other code, and the place in the user's code that raised it.
+    """Return a text that describes an error which is not one of ours.
 
-    The error's own methods may raise, so this function catches everything.
+    It has the class and the message of the error, and the place in the user's code where it was raised. The error's own
+    methods may raise, so this function catches everything.
     """
     try:
         return f"{type(error).__name__}: {str(error)[: LONGEST_DETAIL - LONGEST_PLACE]}{_place(error)}"
@@ -200,7 +201,10 @@ def said(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return file, line number and line of the innermost frame that is not in an installed package; "" without one."""
+    """Return the place in the user's code where an error was raised: file, line number and text of the line.
+
+    It is the innermost frame of the traceback outside of `_INSTALLED`, or "" if there is no such frame.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_INSTALLED) and frame.line:
             return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"[:LONGEST_PLACE]

@@ -13,7 +13,8 @@ from pathlib import Path
 # repository, which DVC removes afterwards. There the home folder is the same folder of the original repository.
 
 REPOSITORY = "DVC_ROOT"
-"""The variable in which DVC passes the repository to a stage's command; in a copy it names the original."""
+"""Environment variable with the repository's root, which DVC sets for the command of a stage. In a temporary copy, it
+is the root of the original repository."""
 COPIES = Path(".dvc/tmp/exps")
 """Folder, relative to the repository, in which DVC makes the temporary copies."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 EXACT = 2**53
-"""The whole number up to which float64 represents every whole number exactly."""
+"""The number up to which float64 represents every whole number exactly."""
 
 
 def value_text(value: Any) -> str:
