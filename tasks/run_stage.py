@@ -149,7 +149,8 @@ def _make(
         PrefectUnits() as units,
     ):
         tracked_as = str(flow_run.flow_name), f"{deployment_name()} {task_run.name}"
-        made = run_stage(name, settings, inputs, machine, events, units, again, begins, tracked_as)
+        recipe = f"{flow_run.flow_name}/{deployment_name()}"
+        made = run_stage(name, settings, inputs, machine, events, units, again, begins, tracked_as, recipe)
     if machine.report_to:
         places = tracker_places(open_store(machine).workspace(name, made.path.name))
         provenance().trackers.update({place: tracker for tracker, place in places.items()})

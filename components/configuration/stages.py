@@ -22,6 +22,7 @@ from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from armature.components.machine.project import project_folder
 from armature.components.machine.registry import Registry, suggestion
 from armature.components.machine.workers.worker import workers_on
 
@@ -47,7 +48,10 @@ STAGES = Registry(
 )
 
 STARTED = "stage.json"
-"""File in a stage's workspace with its settings and input folders, for viewers that watch a running stage."""
+"""File in a stage's workspace with its settings, its input folders, the recipe's name and the project folder.
+
+Viewers read it, also while the stage runs.
+"""
 
 
 class TerminalEvents:
@@ -163,6 +167,7 @@ def run_stage(
     again: bool = False,
     begins: Callable[[str], None] = lambda fingerprint: None,
     tracked_as: tuple[str, str] | None = None,
+    recipe: str = "",
 ) -> Artifact:
     """Run stage `name`, or return its artifact if it was made before.
 
@@ -172,10 +177,11 @@ def run_stage(
         again: set an existing artifact aside and make it again from the beginning.
         begins: called with the fingerprint when this attempt holds the lock and is about to make the artifact.
         tracked_as: the project and the run's name in the trackers of `machine.report_to`.
+        recipe: the recipe's name, for titles.
     """
     if events is None:
         with closing(TerminalEvents()) as terminal:
-            return run_stage(name, settings, inputs, machine, terminal, units, again, begins, tracked_as)
+            return run_stage(name, settings, inputs, machine, terminal, units, again, begins, tracked_as, recipe)
     refuse_missing_trackers(machine.report_to)
     stage: Stage[Any] = STAGES[name]
     settings = stage.resolve(settings, inputs, events.message)
@@ -206,9 +212,11 @@ def run_stage(
             images=store.images,
             fingerprint=key,
             saved=partial(store.send_checkpoint, name, key),
+            recipe=recipe,
         )
         folders = {name: str(inputs[name].path) for name in stage.inputs}
-        write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders})
+        started_as = {"recipe": recipe, "project": str(project_folder().resolve())}
+        write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders, **started_as})
 
         def fill(folder: Path) -> None:
             report = stage.run(settings, inputs, folder, context)

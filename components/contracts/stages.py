@@ -85,7 +85,8 @@ class StageContext:
     `workspace` is a folder that outlives a crash. Every attempt at the same stage with the same settings and inputs has
     the same one, so it holds the state to resume from. `images` is the root of the shared image store. `fingerprint`
     names the output in the artifact store. `saved` is called with each checkpoint that a trainer begins to write in the
-    workspace, and with the folder of the best weights, if any, so that another machine can resume from it.
+    workspace, and with the folder of the best weights, if any, so that another machine can resume from it. `recipe` is
+    the recipe's name for titles; "" if the stage does not run as part of a recipe.
     """
 
     machine: Machine
@@ -95,6 +96,7 @@ class StageContext:
     images: Path
     fingerprint: str
     saved: Saved = not_sent
+    recipe: str = ""
 
 
 def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:

@@ -171,6 +171,7 @@ class ViewServer:
                 "id": run.fingerprint,
                 "stage": run.stage,
                 "title": run.title,
+                "recipe": run.recipe,
                 "steps": run.steps,
                 "finished": run.finished,
                 "began": run.began,

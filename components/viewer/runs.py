@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import glob
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from armature.components.artifacts.images import FORMATS
 from armature.components.artifacts.json_lines import History
 from armature.components.artifacts.manifest import MANIFEST
 from armature.components.artifacts.tables import read_table
 from armature.components.configuration.stages import STARTED
-from armature.components.contracts.errors import DataError
+from armature.components.contracts.episodes import DemonstrationEnvironment, Task
+from armature.components.contracts.errors import ArmatureError, DataError
 from armature.components.contracts.files import regular
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.metrics import dump_json, read_floats
-from armature.components.environments.stage import TASKS
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import ENVIRONMENT, TASKS
+from armature.components.machine.project import project
 from armature.components.models.source import CHECKPOINT, locate
 from armature.components.pages.records import rollout_record, token_decoder
 from armature.components.rollouts.batches.ratios import ratios_file, read_scores
@@ -49,6 +54,10 @@ class Run:
     began: float
     """Time of the start, in seconds since 1970."""
     finished: bool
+    recipe: str = ""
+    """Name of the recipe that started the run; "" if it is not known."""
+    project: str = ""
+    """Folder of the recipe, to which relative paths of the settings refer; "" if it is not known."""
 
     @property
     def artifact(self) -> Path:
@@ -57,9 +66,11 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Title of the run in the list of runs: environment and model of a training, splits of an evaluation, or suites
-        of a robot policy's run."""
+        """Title of the run in the list of runs: the recipe's name. If it is not known: environment and model of a
+        training, splits of an evaluation, or suites of a robot policy's run."""
         settings = self.settings
+        if self.recipe:
+            return self.recipe
         if self.stage == TRAINING:
             return f"{settings['environment']['name']}, {settings['model']['source']}"
         if self.stage == ROBOT_TRAINING:
@@ -187,7 +198,8 @@ def _add(runs: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint:
         settings, inputs = document["settings"], document["inputs"] if file.name == STARTED else {}
         finished = (store / stage / fingerprint / MANIFEST).is_file()
         folders = {name: Path(folder) for name, folder in inputs.items()}
-        run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished)
+        started = [str(document.get(key, "")) for key in ("recipe", "project")] if file.name == STARTED else ()
+        run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished, *started)
         dump_json([settings, run.title])  # raises RecursionError if the settings nest too deeply to be shown
         if run.steps is not None and not 0 <= run.steps <= MOST_STEPS:
             return
@@ -207,7 +219,7 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
     """Return a group of rollouts as a JSON document for the page.
 
     It has the `trajectories` with every token, image, reward and advantage, the `failures`, the text of each token id
-    in `tokens`, the addresses and sizes of the `images`, and the payload of the `task`.
+    in `tokens`, the addresses and sizes of the `images`, the payload of the `task`, and its right `answer`.
 
     Raises:
         DataError: the tables cannot be read or have no such group.
@@ -239,7 +251,45 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
     task_id = outputs.trajectories[0].task_id if outputs.trajectories else outputs.failures[0].task_id
     failures = [{"id": each.trajectory_id, "reason": each.reason, "detail": each.detail} for each in outputs.failures]
     task = task_payload(run.tasks(), task_id)
-    return {"trajectories": records, "failures": failures, "tokens": tokens, "images": images, "task": task}
+    shown = {"trajectories": records, "failures": failures, "tokens": tokens, "images": images}
+    return {**shown, "task": task, "answer": right_answer(run, task_id, task)}
+
+
+ANSWERING = ("colors", "coordinates", "dataset", "recall")
+"""Environments that the viewer asks for the right answer. They run no code of a user and start no server."""
+_one_project = threading.Lock()
+
+
+@lru_cache(maxsize=4)
+def _environment(document: str, folder: str) -> DemonstrationEnvironment:
+    """Make the environment that a tasks artifact describes, for a recipe in `folder`.
+
+    A dataset gets no rewards of the recipe, because they may be functions of a user.
+    """
+    values = json.loads(document)
+    if values["name"] == "dataset":
+        values["args"]["rewards"] = [{"name": "exact_match"}]
+    return cast(DemonstrationEnvironment, make_environment(EnvironmentSettings.model_validate(values), processes=1))
+
+
+def right_answer(run: Run, task_id: str, payload: Any) -> str | None:
+    """Return the right answer to a task, for example the answer in the row of a table.
+
+    Return None if the run's environment is not in `ANSWERING`, or the task has no single right answer. If the data
+    cannot be read any more, the reason is returned instead.
+    """
+    tasks = run.tasks()
+    if tasks is None or not (tasks / ENVIRONMENT).is_file() or not isinstance(payload, dict):
+        return None
+    try:
+        document = regular(tasks / ENVIRONMENT).read_text()
+        if json.loads(document)["name"] not in ANSWERING:
+            return None
+        with _one_project, project(Path(run.project)):
+            environment = _environment(document, run.project)
+            return "\n".join(environment.demonstration(Task(task_id, "train", payload))) or None
+    except (ArmatureError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return f"unknown: {error!s:.200}"
 
 
 def task_payload(tasks: Path | None, task_id: str) -> Any:

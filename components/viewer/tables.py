@@ -32,7 +32,8 @@ SPILL = "armature-view-"
 _TABLES = """
 CREATE TABLE rollouts (
     folder VARCHAR, source VARCHAR, run VARCHAR, step INTEGER, trajectory_id VARCHAR, group_id VARCHAR, task_id VARCHAR,
-    split VARCHAR, truncated BOOLEAN, turns INTEGER, reward DOUBLE, tokens BIGINT, logprob DOUBLE, completion VARCHAR
+    split VARCHAR, truncated BOOLEAN, turns INTEGER, reward DOUBLE, tokens BIGINT, logprob DOUBLE, completion VARCHAR,
+    image VARCHAR
 );
 CREATE TABLE failures (
     folder VARCHAR, source VARCHAR, run VARCHAR, step INTEGER, trajectory_id VARCHAR, group_id VARCHAR,
@@ -53,7 +54,8 @@ _ADD_ROLLOUTS = f"""
 INSERT INTO rollouts SELECT {_PLACE}, trajectory_id, any_value(group_id), any_value(task_id), any_value(split),
     bool_or(truncated), count(*), sum(reward), sum(len(completion_token_ids)),
     sum(list_sum(completion_logprobs)) / nullif(sum(len(completion_logprobs)), 0),
-    string_agg(completion, ' / ' ORDER BY turn)
+    string_agg(completion, ' / ' ORDER BY turn),
+    arg_min(images[1].sha256 || '.' || split_part(images[1].media_type, '/', 2), turn)
 FROM {_FILES} GROUP BY filename, trajectory_id ORDER BY step, any_value(group_id), trajectory_id
 """
 _ADD_FAILURES = f"""
@@ -323,7 +325,7 @@ class RolloutIndex(RolloutTables):
                 FROM (SELECT place FROM hits ORDER BY {_ORDERS[query.sort]} LIMIT ? OFFSET ?)
             )
             SELECT total, mean, r.source, r.step, r.trajectory_id, r.group_id, r.task_id, r.split, r.truncated, r.turns,
-                r.reward, r.tokens, r.completion[:160] AS completion
+                r.reward, r.tokens, r.completion[:160] AS completion, '/images/' || r.image AS image
             FROM (SELECT count(*) AS total, avg(reward) AS mean FROM hits)
                 LEFT JOIN page ON true LEFT JOIN rollouts r ON r.rowid = page.place
             ORDER BY page.rank""",

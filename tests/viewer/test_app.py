@@ -15,12 +15,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from armature.components.artifacts.manifest import write_manifest
+from armature.components.artifacts.tables import write_table
 from armature.components.configuration.stages import STARTED
 from armature.components.contracts.rollouts import Failure
+from armature.components.environments.make import make_environment
+from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import TASKS
+from armature.components.machine.project import project as in_project
 from armature.components.pages.report import HtmlReport, write_report
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.viewer.address import RECORD, announced, viewer_address
 from armature.components.viewer.app import ViewServer, view_app
+from armature.components.viewer.runs import _environment
 from tests.viewer.conftest import RUN, TOKEN, Training
 
 ADDRESS = "http://127.0.0.1:8000"
@@ -204,3 +210,35 @@ def test_view_command_serves_the_page(training: Training) -> None:
 )
 def test_missing_items_answer_404(client: TestClient, path: str, status: int) -> None:
     assert client.get(path, headers=bearer()).status_code == status
+
+
+def test_right_answer_of_a_table_is_in_its_row_and_no_reward_function_is_imported(training: Training) -> None:
+    project = training.root.parent
+    (project / "shapes.jsonl").write_text("".join(f'{{"q": "What is {n}?", "a": "{n * n}"}}\n' for n in range(8)))
+    (project / "graded.py").write_text("raise SystemExit('imported')\n")
+    args = {"source": "shapes.jsonl", "prompt": "{q}", "answer": "a", "rewards": [{"name": "exact_match"}]}
+    with in_project(project):
+        settings = EnvironmentSettings.model_validate({"name": "dataset", "args": args})
+        task = next(iter(make_environment(settings).tasks("train")))
+    question = (project / "shapes.jsonl").read_text().splitlines()[task.payload["row"]]
+
+    tasks, run = project / "tasks", {"project": str(project), "recipe": "train-vlm/shapes"}
+    document = json.loads(settings.model_dump_json())
+    document["args"]["rewards"] = [{"name": "function", "args": {"function": "graded:reward"}}]
+    (tasks / "environment.json").write_text(json.dumps(document))
+    rows: list[dict[str, object]] = [{"task_id": "red", "split": "train", "payload": json.dumps(task.payload)}]
+    write_table(tasks / "train.parquet", rows, TASKS)
+    started = training.workspace / STARTED
+    started.write_text(json.dumps({**json.loads(started.read_text()), **run}))
+    training.step(1, [1.0])
+
+    with TestClient(view_app(ViewServer(training.root), TOKEN), ADDRESS, headers=bearer()) as client:
+        assert wait_for(client, 1)["title"] == "train-vlm/shapes"
+        group = client.get(f"/api/runs/{RUN}/groups/train/1/00001-0000").json()
+        (row,) = client.get(f"/api/runs/{RUN}/rollouts").json()["rows"]
+        assert group["answer"] == json.loads(question)["a"]
+        assert row["image"] == next(iter(group["images"].values()))["uri"]
+        (project / "shapes.jsonl").write_text('{"q": "?", "a": "1"}\n' * 8)
+        _environment.cache_clear()
+        changed = client.get(f"/api/runs/{RUN}/groups/train/1/00001-0000").json()["answer"]
+        assert changed.startswith("unknown: ")

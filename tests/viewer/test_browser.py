@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from armature.components.configuration.stages import STARTED
 from tests.browser import NEEDS_CHROMIUM
 from tests.viewer.conftest import RUN, Training, viewed
 
@@ -49,6 +51,23 @@ def test_index_follows_a_running_training(
     assert tab.locator(".tokens span:not(.d4)").count() == 0  # a ratio of e
     assert tab.problems == []
     assert RUN[:12] in tab.url
+
+
+def test_page_opens_on_the_training_of_a_newer_evaluation(training: Training) -> None:
+    training.step(1, [0.0, 1.0], ["blue", "red"])
+    os.utime(training.workspace / STARTED, (1, 1))
+    training.evaluation("e" * 20, training.root / "train-vlm" / RUN, [1.0])
+    with viewed(training.root) as tab:
+        assert tab.input_value("#run") == RUN
+        assert tab.locator("#run optgroup option").count() == 2
+        tab.click("[data-tab=rollouts]")
+        tab.locator("#list .thumb").nth(1).wait_for()
+        assert tab.locator(".glance img").count() == 1 and tab.locator(".glance dd").last.inner_text() in (
+            "blue",
+            "red",
+        )
+        assert tab.locator(".glance").evaluate("part => part.getBoundingClientRect().bottom") < 720
+        assert tab.problems == []
 
 
 def test_changes_lists_answers_over_the_steps(tab: Any, training: Training) -> None:

@@ -170,11 +170,22 @@ function legend(hasRatios, redraw) {
     h("span", {}, h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " previous, next"));
 }
 
+/* The first images, the question, the answer and the right answer of a short episode, side by side. */
+function glance(t) {
+  if (t.turns.length > 3) return null;
+  const [turn] = t.turns, asked = turn.parsed.filter((m) => m.role !== "system").map((m) => textOf(m.content).trim()).filter(Boolean).join("\n");
+  const said = t.turns.map((each) => each.completion.trim()).join("\n› ") || "(empty)";
+  const line = (name, text) => text && h("div", {}, h("dt", {}, name), h("dd", { class: "text" }, begins(text, 1200)));
+  return h("div", { class: "glance" }, imageGrid(t.turns.flatMap((each) => each.images).filter((key, i, all) => all.indexOf(key) === i).slice(0, 4)),
+    h("dl", {}, line("prompt", asked), line("answer", said), line("right answer", data.answer)));
+}
+
 /* Everything about a trajectory, `extra` below its head; `select` shows another one of its group. */
 function trajectoryParts(t, group, select, redraw, extra = []) {
   return [
     h("div", { class: "heading" }, h("span", { class: "id" }, t.task), pill(t.reward),
       t.truncated && h("span", { class: "failed" }, "out of turns or of context")),
+    glance(t),
     h("dl", { class: "figures" }, ...Object.entries({ trajectory: t.id, group: t.group, environment: t.environment, split: t.split,
       ...(t.step === null ? {} : { step: t.step }), ...Object.fromEntries(Object.entries(t.parts).map(([k, v]) => [`reward: ${k}`, number(v)])) })
       .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),

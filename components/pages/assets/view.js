@@ -35,7 +35,7 @@ async function poll() {
     const answer = await ask("/api/runs");
     runs = answer.runs;
     if (wanted) pick(runs.find((each) => each.id.startsWith(wanted)));
-    else if (!run) pick(runs.find((each) => each.rollouts) || runs[0]);
+    else if (!run) pick(headOf(runs.find((each) => each.rollouts) || runs[0]));
     run = (run && byId(run.id)) || run;
     drawRuns();
     if (saved) state("", saved.note);
@@ -59,10 +59,12 @@ function state(kind, text) {
 }
 const tabsOf = (each) => saved?.tabs ?? (each.robot ? ROBOT_TABS : TABS);
 const trainingOf = (each) => runs.find((other) => each.id in other.evaluations);
+/* The training to which a run belongs, or the run itself. */
+const headOf = (each) => (each && trainingOf(each)) ?? each;
 function nameOf(each) {
   const training = trainingOf(each);
-  const of = training ? `${training.evaluations[each.id]} ${training.id.slice(0, 8)}` : null;
-  return [`${each.stage}: ${each.title}`, of, new Date(each.began * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }), each.id.slice(0, 8)].filter(Boolean).join(" · ");
+  const of = training ? `evaluation ${training.evaluations[each.id]} ${training.id.slice(0, 8)}` : null;
+  return [each.recipe || `${each.stage}: ${each.title}`, of ?? (each.recipe && !each.recipe.startsWith(`${each.stage}/`) ? each.stage : null), new Date(each.began * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }), each.id.slice(0, 8)].filter(Boolean).join(" · ");
 }
 function fill(select, groups) {
   const text = JSON.stringify(groups);
@@ -73,7 +75,9 @@ function fill(select, groups) {
   if (groups.some(([, options]) => options.some(([value]) => value === before))) select.value = before;
 }
 function drawRuns() {
-  fill($("run"), [["", runs.map((each) => [each.id, nameOf(each)])]]);
+  const heads = [...new Set(runs.map(headOf))];
+  const groups = heads.map((head) => [head, ...runs.filter((each) => each !== head && headOf(each) === head)]);
+  fill($("run"), groups.map((group) => [group.length > 1 ? nameOf(group[0]) : "", group.map((each) => [each.id, nameOf(each)])]));
   fill($("source"), [["", run ? sources() : []]]);
   $("source").closest("label").hidden = hidden($("source")) || $("source").options.length < 2;
   const sides = runs.map((each) => [nameOf(each), sidesOf(each)]).filter(([, options]) => options.length);
@@ -194,7 +198,7 @@ const lists = {
     ask: (offset) => page("rollouts", offset),
     key: (r) => `${r.source} ${r.step} ${r.trajectory_id}`,
     count: (a) => `${whole(a.total)} of ${whole(byId(played().id)?.rollouts)}` + (a.total ? `, mean reward ${number(a.mean)}` : ""),
-    line: (r) => [(r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + r.task_id, r.completion || "(empty)", [r.reward]],
+    line: (r) => [(r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + r.task_id, r.completion || "(empty)", [r.reward], r.image],
     open: openRollout,
   },
   tasks: {
@@ -222,9 +226,9 @@ function drawList(answer, append) {
   rewardRange(rows.flatMap((row) => kind.line(row)[2]));
   const more = h("button", { class: "button more", type: "button", onclick: async () => drawList(await kind.ask(rows.length), true) }, "More");
   const row = (r) => {
-    const [name, said, rewards] = kind.line(r);
+    const [name, said, rewards, image] = kind.line(r);
     return h("button", { class: "row", type: "button", "data-key": kind.key(r), "data-task": r.task_id, "data-step": r.step ?? null, onclick: () => open(r) },
-      h("span", {}, h("div", { class: "name" }, name), h("div", { class: "said" }, said)), h("span", { class: "pills" }, rewards.map(pill)));
+      image && h("img", { class: "thumb", src: image, alt: "", loading: "lazy" }), h("span", {}, h("div", { class: "name" }, name), h("div", { class: "said" }, said)), h("span", { class: "pills" }, rewards.map(pill)));
   };
   $("list").replaceChildren(...rows.map(row), rows.length < total ? more : "", rows.length ? "" : h("p", { class: "empty" }, nothing()));
   const same = rows.find((r) => kind.key(r) === current);
@@ -261,8 +265,9 @@ async function openRollout(row) {
 function rolloutParts(t) {
   const select = (other) => { $("hint").style.visibility = "hidden"; $("detail").replaceChildren(...rolloutParts(other)); };
   const across = !saved && h("p", {}, h("button", { class: "button", type: "button", id: "across", onclick: () => showTask(t.task) }, "This task in every step"));
-  return trajectoryParts(t, data.trajectories, select, () => select(t), [across, truth(data.task), groupTable(t, select)].filter(Boolean));
+  return trajectoryParts(t, data.trajectories, select, () => select(t), [groupTable(t, select), across, truth(data.task)].filter(Boolean));
 }
+const rightAnswer = (answer) => answer && h("p", {}, h("span", { class: "soft" }, "right answer "), h("b", { class: "text" }, answer));
 const truth = (task) => task && h("div", {}, h("span", { class: "soft" }, "What the environment knows of this task"), h("pre", { class: "truth" }, JSON.stringify(task, null, 1)));
 /* The answers to one task side by side. */
 function groupTable(t, select) {
@@ -298,7 +303,7 @@ async function openTask(row) {
     time.different > time.answers.length && h("span", { class: "soft" }, `and ${plural(time.different - time.answers.length, "other")}`))));
   const curve = ["train", "heldout"].map((source) => ({ source, points: times.filter((time) => time.source === source) })).filter(({ points }) => points.length > 1)
     .map(({ source, points }) => chart({ title: source === "train" ? "Reward in training" : "Reward on held-out tasks", series: ["reward"] }, points));
-  return [h("div", { class: "heading" }, h("span", { class: "id" }, row.task_id), pill(row.reward)), prompt(shown), truth(shown.task),
+  return [h("div", { class: "heading" }, h("span", { class: "id" }, row.task_id), pill(row.reward)), prompt(shown), rightAnswer(shown.answer), truth(shown.task),
     h("h2", {}, "How its answers changed"), curve.length ? h("div", { class: "charts" }, curve) : null,
     h("div", { class: "wide" }, h("table", { class: "plain times" }, h("thead", {}, h("tr", {}, ["played", "mean reward", "rollouts", "answers, the most frequent first"].map((name, i) => h("th", { class: i === 2 ? "number" : null }, name)))),
       h("tbody", {}, times.map(line))))];
@@ -310,7 +315,7 @@ async function openPair(row) {
   sides[i].trajectories.map((t) => h("article", { class: "turn said-by" }, h("div", { class: "bar" }, pill(t.reward), Object.entries(t.parts).map(([part, value]) => fact(part, number(value))), fact("tokens", String(t.length))),
     h("div", { class: "text" }, t.turns.map((turn) => turn.completion.trim()).join("\n› ") || "(empty)"))),
   sides[i].failures.map((f) => h("p", { class: "failed" }, `${f.reason}: ${f.detail}`)));
-  return [h("div", { class: "heading" }, h("span", { class: "id" }, row.task_id)), prompt(sides[1]) ?? prompt(sides[0]), truth(sides[1].task ?? sides[0].task),
+  return [h("div", { class: "heading" }, h("span", { class: "id" }, row.task_id)), prompt(sides[1]) ?? prompt(sides[0]), rightAnswer(sides[1].answer ?? sides[0].answer), truth(sides[1].task ?? sides[0].task),
     h("div", { class: "pair" }, column("first", 0), column("second", 1)),
     run.steps ? h("p", {}, h("button", { class: "button", type: "button", onclick: () => showTask(row.task_id) }, "This task in every step")) : null];
 }
