@@ -197,7 +197,7 @@ def said(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {str(error)[: LONGEST_DETAIL - LONGEST_PLACE]}{_place(error)}"
     except BaseException:
-        return f"{type(error).__name__}, whose message cannot be read"
+        return f"{type(error).__name__}, whose message cannot be read{_place(error)}"
 
 
 def _place(error: BaseException) -> str:

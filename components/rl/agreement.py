@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import MismatchError
 from armature.components.contracts.installation import SERVED
-from armature.components.contracts.rollouts import LogProbs
+from armature.components.contracts.rollouts import Failure, LogProbs
 from armature.components.inference.client import Completion, Message, Sampling
 from armature.components.rollouts.play import Generator
 
@@ -81,11 +81,14 @@ def _mismatch_kl(*parts: npt.NDArray[np.float64]) -> float:
     return float(np.mean(np.expm1(np.minimum(difference, 50.0)) - difference)) if difference.size else float("nan")
 
 
-def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: float) -> None:
+def refuse_mismatch(
+    agreement: LogprobAgreement, drops: Counter[str], max_kl: float, failures: Sequence[Failure] = ()
+) -> None:
     """Refuse to train if trainer and server do not agree.
 
     Args:
         drops: number of dropped rollouts by reason, for the error.
+        failures: failed rollouts, for the error, which shows the detail of the first one.
         max_kl: largest accepted `mismatch_kl`.
 
     Raises:
@@ -94,7 +97,8 @@ def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: fl
     if agreement.tokens == 0:
         raise MismatchError(
             "none of the rollouts became a training sample: "
-            + (", ".join(f"{reason} {count}" for reason, count in drops.most_common()) or "nothing was generated"),
+            + (", ".join(f"{reason} {count}" for reason, count in drops.most_common()) or "nothing was generated")
+            + (f"; {failures[0].trajectory_id} failed: {failures[0].detail}" if failures else ""),
             code="no_samples",
             where="pre-flight",
             remedy=_remedy_for_drops(drops),

@@ -196,7 +196,7 @@ class RLRun(TrainingRun):
         write_batch(folder, samples)
         scores = self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else []
         agreement = compare(samples, scores)
-        refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl)
+        refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl, outputs.failures)
         if warning := no_signal(outputs.trajectories, self.settings.batches):
             self.context.events.message(warning)
         return agreement

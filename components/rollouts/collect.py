@@ -159,5 +159,5 @@ def failures_said(failures: Sequence[Failure], planned: int, what: str) -> str:
     first = {failure.reason: failure for failure in reversed(failures)}
     lines = [f"{what}: {len(failures)} of {planned} rollouts failed:"]
     for reason, count in sorted(Counter(failure.reason for failure in failures).items()):
-        lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:200]}")
+        lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:600]}")
     return "\n".join(lines)

@@ -17,9 +17,9 @@ from tests.refusals import refused
 from .grading import grade, made
 
 MODULE = """
-import asyncio, os, sys, threading, time
+import asyncio, json, os, sys, threading, time
 import numpy as np
-from my_words import ACCEPTED
+from my_words import ACCEPTED, ratio
 
 class Odd:
     def __str__(self): raise RuntimeError
@@ -50,6 +50,8 @@ def reward(completion, answer, row):
         case "complex": return 1j
         case "raise": raise ValueError("not this")
         case "odd error": raise OddError
+        case "in a helper": return ratio(0)
+        case "in a library": return json.loads("{")
         case "recursion": return reward(completion, answer, row)
         case "exit": sys.exit(3)
         case "os exit": os._exit(0)
@@ -81,8 +83,10 @@ FAILURES = {
     "list": ("reward_invalid", "list"),
     "object": ("reward_invalid", "Odd"),
     "complex": ("reward_invalid", "complex"),
-    "raise": ("reward_error", "ValueError: not this"),
-    "odd error": ("reward_error", "OddError"),
+    "raise": ("reward_error", "ValueError: not this (", 'my_rewards.py, line 33: case "raise": raise ValueError'),
+    "odd error": ("reward_error", "OddError", "my_rewards.py, line 34: "),
+    "in a helper": ("reward_error", "ZeroDivisionError", "my_words.py, line 2: def ratio(words): return 1 / words"),
+    "in a library": ("reward_error", "JSONDecodeError", 'my_rewards.py, line 36: case "in a library": '),
     "recursion": ("reward_error", "RecursionError"),
     "exit": ("reward_died", ""),
     "os exit": ("reward_died", "code 0"),
@@ -97,7 +101,7 @@ FAILURES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("recipe")
     (root / "my_rewards.py").write_text(MODULE)
-    (root / "my_words.py").write_text('ACCEPTED = ["yes"]\n')
+    (root / "my_words.py").write_text('ACCEPTED = ["yes"]\ndef ratio(words): return 1 / words\n')
     return root
 
 
@@ -118,8 +122,8 @@ def test_function_beside_recipe_grades_completions(function: Rewards) -> None:
 @pytest.mark.parametrize("completion", FAILURES)
 def test_failing_function_costs_only_its_own_rollout(function: Rewards, completion: str) -> None:
     start = time.monotonic()
-    reason, value = FAILURES[completion]
-    with refused(reason, "function: ", value):
+    reason, *values = FAILURES[completion]
+    with refused(reason, "function: ", *values):
         grade(function, completion, "yes", {"kind": "test"})
     assert time.monotonic() - start < 60
     assert grade(function, "right", "yes", {"kind": "test"}) == 1.0

@@ -9,6 +9,7 @@ import pytest
 
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
+from armature.components.contracts.rollouts import Failure
 from armature.components.rl.agreement import compare, refuse_mismatch, step_mismatch
 from armature.components.rl.settings import PreflightSettings
 from tests.builders import make_sample
@@ -80,6 +81,9 @@ def test_no_samples_error_shows_drops():
     nothing = compare([], [])
     with refused("no_samples", "placeholder_mismatch 4", "preprocessor_config.json"):
         refuse_mismatch(nothing, Counter(placeholder_mismatch=4), 1e-3)
+    failure = Failure("000000-0000-00", "000000-0000", "task", "reward_error", "ValueError (mine.py, line 3)")
+    with refused("no_samples", "reward_error 1", failure.trajectory_id, failure.detail):
+        refuse_mismatch(nothing, Counter(reward_error=1), 1e-3, [failure])
     with refused("no_samples"):
         refuse_mismatch(nothing, Counter(), 1e-3)
 
