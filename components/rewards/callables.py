@@ -53,7 +53,8 @@ class CallableReward:
     def __init__(
         self, function: Callable[..., Any], *, weight: float = 1.0, columns: Collection[str] = (), chat: bool = False
     ) -> None:
-        name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+        plain = _without_partial(function)
+        name = str(getattr(plain, "__name__", type(plain).__name__)).strip("<>")
         self._function, self.part, self._chat = function, name, chat
         self._columns, self._takes_list = _accepted(function, name, columns)
         self.weights = {name: weight}
@@ -73,26 +74,32 @@ class CallableReward:
             RolloutFailed: the function raises (`reward_error`), takes too long (`reward_timeout`), or does not return a
                 finite number (`reward_invalid`).
         """
-        call = partial(self._function, **self._arguments(inputs))
         try:
-            async with asyncio.timeout(SECONDS):
-                value = await asyncio.to_thread(call)
+            async with asyncio.timeout(SECONDS) as limit:
+                value = await asyncio.to_thread(self._called, self._arguments(inputs))
                 if inspect.isawaitable(value):
                     value = await value
-        except TimeoutError:
-            raise RolloutFailed("reward_timeout", f"no grade within {SECONDS:g} s") from None
         except RolloutFailed:
             raise
-        except Exception as error:
+        except Exception as error:  # a TimeoutError may also be the function's, such as that of a web request
+            if limit.expired():
+                raise RolloutFailed("reward_timeout", f"no grade within {SECONDS:g} s") from None
             raise RolloutFailed("reward_error", said(error)) from error
         if not self._takes_list:
-            return {self.part: finite_reward(value)}
-        if not isinstance(value, list | tuple) or len(value) != 1:
+            return {self.part: finite_reward(_plain_number(value))}
+        if not hasattr(value, "__len__") or not hasattr(value, "__iter__") or len(value) != 1:
             raise RolloutFailed("reward_invalid", f"a list of one number was expected, not {value!r:.80}")
-        return {} if value[0] is None else {self.part: finite_reward(value[0])}
+        (only,) = value
+        return {} if only is None else {self.part: finite_reward(_plain_number(only))}
 
     def close(self) -> None:
         """Do nothing: the function lives as long as this process."""
+
+    def _called(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self._function(**arguments)
+        except StopIteration as error:  # of a bare next(); a future that a thread sets cannot hold it, and never ends
+            raise RolloutFailed("reward_error", said(error)) from error
 
     def _arguments(self, inputs: RewardInput) -> dict[str, Any]:
         if not self._takes_list:
@@ -126,6 +133,7 @@ def _accepted(function: Callable[..., Any], name: str, columns: Collection[str])
         )
     takes_list = "completions" in named
     offered = {*LIST, *columns} - {"prompt"} if takes_list else {*ONE}
+    bound = set(function.keywords) if isinstance(function, partial) else set()
     required = {
         each.name
         for each in parameters
@@ -139,14 +147,23 @@ def _accepted(function: Callable[..., Any], name: str, columns: Collection[str])
             remedy=SIGNATURES,
         )
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return tuple(sorted(offered if everything else offered & named)), takes_list
+    return tuple(sorted((offered if everything else offered & named) - bound)), takes_list
+
+
+def _plain_number(value: Any) -> Any:
+    """Return the number in a tensor or an array without dimensions; other values as they are."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _without_partial(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def _source(function: Any) -> bytes:
     """Return the source text of a function or of an object's class, or its compiled code where there is no text."""
-    plain = inspect.unwrap(function)
-    while isinstance(plain, partial):
-        plain = plain.func
+    plain = _without_partial(inspect.unwrap(function))
     if not (inspect.isroutine(plain) or inspect.isclass(plain)):
         plain = type(plain)
     try:

@@ -271,7 +271,9 @@ def make_rewards(
     (part, count), *_ = Counter([*(each.part for each in settings), *(each.part for each in callables)]).most_common()
     if count > 1:
         raise ConfigurationError(
-            f"{count} rewards are called {part!r}", code="duplicate_reward", remedy="give each a label of its own"
+            f"{count} rewards are called {part!r}",
+            code="duplicate_reward",
+            remedy="give each a label, or a function a name, of its own",
         )
     rewards: dict[str, Grader] = {}
     begun: list[Future[None]] = []

@@ -36,6 +36,16 @@ WITHOUT_USE = {
     "report_to": "it is an argument of MultimodalGRPOTrainer, beside config",
 }
 """Options of similar trainers that would have no effect here, each with the reason."""
+NAMES_FROM_TRL = {
+    "generation_batch_size": "rollouts_per_step",
+    "gradient_accumulation_steps": "batch_size",
+    "logging_steps": "log_every_steps",
+    "max_completion_length": "max_tokens",
+    "num_generations": "rollouts_per_example",
+    "num_train_epochs": "max_steps",
+    "per_device_train_batch_size": "micro_batch_size",
+}
+"""Options of TRL's `GRPOConfig` and the nearest option here, where their names have little in common."""
 
 
 class _RolloutSettings(RolloutSettings):
@@ -166,7 +176,9 @@ class MultimodalRLConfig(BaseModel):
                 raise ConfigurationError(
                     f"MultimodalRLConfig has no option {name!r}",
                     code="unknown_option",
-                    remedy=suggestion(name, type(self).model_fields),
+                    remedy=f"set {NAMES_FROM_TRL[name]}, the nearest to TRL's option"
+                    if name in NAMES_FROM_TRL
+                    else suggestion(name, type(self).model_fields),
                 )
         super().__init__(**options)
         if self.rollouts_per_step % self.group_size:

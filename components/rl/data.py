@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from armature.components.configuration.problems import code_of, explain
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments.dataset.environment import DatasetEnvironment
@@ -30,7 +35,8 @@ class ProgramData:
     """Rows to train on and to evaluate with, and their rewards; see `MultimodalGRPOTrainer` for the fields.
 
     Raises:
-        ConfigurationError: there is no reward, weights do not fit rewards, or two sources of held-out rows are set.
+        ConfigurationError: there is no reward, weights do not fit rewards, two sources of held-out rows are set, or a
+            number is out of bounds.
     """
 
     train: Any
@@ -55,6 +61,9 @@ class ProgramData:
                 remedy="pass a function, a reward's name such as 'exact_match', or a list of both, and a weight for "
                 "each or none",
             )
+        _check_number("eval_fraction", self.heldout_fraction, 0.0, 1.0)
+        for weight in self.weights:
+            _check_number("reward_weights", weight, -math.inf, math.inf)
 
     @property
     def has_heldout_rows(self) -> bool:
@@ -67,7 +76,7 @@ class ProgramData:
         If the training rows do not have a length, only the first `most` rows are taken.
 
         Raises:
-            ConfigurationError: training rows have no length, and `most` is None.
+            ConfigurationError: training rows have no length and `most` is None, or there are no rows.
         """
         has_length = isinstance(self.train, Path) or hasattr(self.train, "__len__")
         if most is None and not has_length:
@@ -79,6 +88,11 @@ class ProgramData:
             )
         train = write_rows(self.train, folder, "train", None if has_length else most)
         heldout = write_rows(() if self.heldout is None else self.heldout, folder, "heldout")
+        for rows, argument in ((train, "train_dataset"), (heldout, "eval_dataset" if self.heldout is not None else "")):
+            if argument and not rows.count:
+                raise ConfigurationError(
+                    "there are no rows", code="rows_missing", where=argument, remedy="pass one or more"
+                )
         return WrittenData(self, folder, train, max(train.most_images, heldout.most_images))
 
 
@@ -91,13 +105,15 @@ class WrittenData:
     train: WrittenRows
     most_images: int
     """Largest number of images in a row for training or evaluation."""
+    reserved_tokens: tuple[str, ...] = ()
+    """Texts that no row may contain: the model's special tokens."""
 
     @cached_property
     def settings(self) -> DatasetEnvironmentSettings:
         """The settings of the environment `dataset` for these rows.
 
         Raises:
-            ConfigurationError: no prompt is known.
+            ConfigurationError: no prompt is known, images are in columns of other names, or a reward needs arguments.
         """
         columns = self.train.columns
         if not self.data.prompt and PROMPT not in columns:
@@ -107,23 +123,33 @@ class WrittenData:
                 where="train_dataset",
                 remedy='pass prompt="How many? {question}", in which {question} is the value of a column',
             )
+        images = tuple(name for name in IMAGE_COLUMNS if name in columns)
+        if (others := self.train.other_images) and not images:
+            raise ConfigurationError(
+                f"there are images in {', '.join(others)}, but only those in {' and '.join(IMAGE_COLUMNS)} are shown",
+                code="image_column_unknown",
+                where="train_dataset",
+                remedy=f"rename {others[0]!r} to 'image', or remove it",
+            )
         is_chat = self.train.chat and not self.data.prompt
         split: NameSplit | HashSplit = NameSplit(by="name", train=("train.jsonl",), heldout=("heldout.jsonl",))
         if share := self.data.heldout_fraction:
             split = HashSplit(by="hash", heldout=share, of=("train.jsonl",))
-        return _RowSettings(
-            source=str(self.folder.absolute() / "*.jsonl"),
-            prompt="" if is_chat else self.data.prompt or f"{{{PROMPT}}}",
-            conversation=PROMPT if is_chat else "",
-            images=tuple(name for name in IMAGE_COLUMNS if name in columns),
-            answer=next((name for name in ANSWERS if name in columns), ""),
-            split=split,
-            rewards=tuple(
-                RewardSettings(weight=weight, **_named(reward))
-                for reward, weight in zip(self.data.rewards, self.data.weights, strict=True)
-                if isinstance(reward, str)
-            ),
-        )
+        with _explained():
+            return _RowSettings(
+                source=str(self.folder.absolute() / "*.jsonl"),
+                prompt="" if is_chat else self.data.prompt or f"{{{PROMPT}}}",
+                reserved_tokens=self.reserved_tokens,
+                conversation=PROMPT if is_chat else "",
+                images=images,
+                answer=next((name for name in ANSWERS if name in columns), ""),
+                split=split,
+                rewards=tuple(
+                    RewardSettings(weight=weight, **_named(reward))
+                    for reward, weight in zip(self.data.rewards, self.data.weights, strict=True)
+                    if isinstance(reward, str)
+                ),
+            )
 
     @cached_property
     def callables(self) -> list[CallableReward]:
@@ -164,3 +190,22 @@ class WrittenData:
 def _named(reward: str) -> dict[str, Any]:
     """Return the settings of the reward with the name `reward`, which is MODULE:FUNCTION for a function."""
     return {"name": "function", "function": reward} if ":" in reward else {"name": reward}
+
+
+def _check_number(name: str, value: Any, least: float, below: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not least <= value < below:
+        raise ConfigurationError(
+            f"{value!r} is not a number from {least:g} to below {below:g}", code="number_out_of_bounds", where=name
+        )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn a ValidationError of the environment's settings into a ConfigurationError about the trainer's arguments."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigurationError(
+            explain(error, "", _RowSettings), code=code_of(error), where="MultimodalGRPOTrainer"
+        ) from error

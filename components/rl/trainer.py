@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi
+from pydantic import ValidationError
 from torch import nn
 from tqdm import tqdm
 
@@ -24,6 +26,7 @@ from armature.components.configuration.trackers import TrackerRun, refuse_missin
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.files import is_folder
 from armature.components.contracts.machine import MachineServers, Scalar, available_cpus
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
@@ -32,11 +35,13 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.inference.command import longest_sequence, placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.settings import ServerSettings
+from armature.components.machine.hub import commit_of
 from armature.components.machine.resources import gpu_count
 from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
 from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
+from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
-from armature.components.models.source import locate
+from armature.components.models.source import check_source_name, locate
 from armature.components.rl.callbacks import TrainerEvents, TrainingResult
 from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.data import ProgramData, WrittenData
@@ -104,8 +109,9 @@ class MultimodalGRPOTrainer:
         server: "auto" starts a vLLM server and ends it with the training: with one GPU it shares it with the trainer,
             with several it gets all but the first. A URL joins a running server. By default "auto" with a
             `train_dataset`, and otherwise the server that `config` names.
-        callbacks: objects with methods of transformers' `TrainerCallback`: `on_train_begin`, `on_step_end`, `on_log`,
-            `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after the step.
+        callbacks: objects or classes with methods of transformers' `TrainerCallback`: `on_train_begin`, `on_step_end`,
+            `on_log`, `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after
+            the step.
         report_to: trackers that receive metrics, options and rollouts: `tensorboard`, `trackio`, `wandb`.
 
     Raises:
@@ -129,28 +135,46 @@ class MultimodalGRPOTrainer:
         eval_fraction: float = 0.0,
         prompt: str = "",
         server: str | None = None,
-        callbacks: Sequence[Any] = (),
-        report_to: str | Sequence[str] = (),
+        callbacks: Any = (),
+        report_to: str | Sequence[str] | None = (),
     ) -> None:
         self._data: ProgramData | None = None
+        if not isinstance(model, nn.Module | str | Path):
+            raise ConfigurationError(
+                f"model is {type(model).__name__}",
+                code="model_wrong_type",
+                where="MultimodalGRPOTrainer",
+                remedy="pass a transformers model, a folder, or a name on the hub",
+            )
+        if isinstance(model, nn.Module) and tokenizer is None:
+            raise ConfigurationError(
+                f"{type(model).__name__} comes without its processor",
+                code="processor_missing",
+                where="MultimodalGRPOTrainer",
+                remedy="pass AutoProcessor.from_pretrained(...) as tokenizer",
+            )
         if train_dataset is not None:
             rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-            weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
+            weights = [1.0] * len(rewards) if reward_weights is None else reward_weights
+            weights = list(weights) if isinstance(weights, Iterable) else [weights]
             self._data = ProgramData(train_dataset, eval_dataset, eval_fraction, rewards, weights, prompt)
             config = config or MultimodalRLConfig()
-        elif reward_funcs or eval_dataset is not None:
+        elif reward_funcs or reward_weights or eval_dataset is not None or eval_fraction or prompt:
             raise ConfigurationError(
-                "rewards and held-out rows need a dataset; an environment brings its own",
+                "rewards, a prompt and held-out rows need a dataset; an environment brings its own",
                 code="dataset_missing",
                 where="MultimodalGRPOTrainer",
-                remedy="pass train_dataset, or leave out reward_funcs and eval_dataset",
+                remedy="pass train_dataset, or leave out reward_funcs, reward_weights, eval_dataset, eval_fraction and "
+                "prompt",
             )
-        if config is None:
+        if not isinstance(config, MultimodalRLConfig):
             raise ConfigurationError(
-                "MultimodalGRPOTrainer needs a config",
+                f"MultimodalGRPOTrainer needs a MultimodalRLConfig as config, not {type(config).__name__}",
                 code="config_missing",
                 remedy="pass config=MultimodalRLConfig(...)",
             )
+        if self._data and config.env_id:
+            raise _tasks_twice("config.env_id")
         if config.packing and not isinstance(adapter, FamilyAdapter | None):
             raise ConfigurationError(
                 f"{type(adapter).__name__} builds complete batches, whose rows cannot be packed",
@@ -161,10 +185,20 @@ class MultimodalGRPOTrainer:
         self.config, self.machine, self.served = config, config.machine, JOINED
         self._server = server or ("auto" if self._data else "")
         if self._server not in ("", "auto"):
-            servers = MachineServers(endpoints=(self._server,))
+            try:
+                servers = MachineServers(endpoints=(self._server,))
+            except ValidationError as error:
+                raise ConfigurationError(
+                    f"{self._server!r} is not the URL of a server",
+                    code="server_not_url",
+                    where="server",
+                    remedy='pass "auto", or a URL such as http://10.0.0.7:8000',
+                ) from error
             self.machine = self.machine.model_copy(update={"servers": servers})
         self._arguments = model, tokenizer, adapter
-        self._callbacks = tuple(callbacks)
+        callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else ()
+        self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
+        report_to = () if report_to in (None, "none") else report_to
         self._report_to = [report_to] if isinstance(report_to, str) else list(report_to)
         refuse_missing_trackers(self._report_to, "report_to")
         self.store = ArtifactStore(config.folder / "store")
@@ -183,7 +217,8 @@ class MultimodalGRPOTrainer:
         _ = self._rows
         config, (model, tokenizer, adapter) = self.config, self._arguments
         torch.manual_seed(config.seed)
-        network, tokenizer, weights = self._loaded(model, tokenizer)
+        network, tokenizer = self._loaded(model, tokenizer)
+        weights = locate(self._source.source, self._source.revision)
         tqdm.write("Initializing MultimodalGRPOTrainer")
         adapter = adapter or get_adapter(weights, tokenizer, self.images.open)
         if isinstance(adapter, FamilyAdapter):
@@ -212,19 +247,28 @@ class MultimodalGRPOTrainer:
         )
         return _Opened(network, tokenizer, weights, adapter, samples, forbidden, trainer)
 
-    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any, Path]:
-        """Return the model, its processor or tokenizer, and a folder that has both.
+    @cached_property
+    def _source(self) -> ModelSettings:
+        """The source of the initial weights: a folder, or a name on the hub with its newest commit."""
+        model, tokenizer, _ = self._arguments
+        if not isinstance(model, str | Path):
+            return self._model_settings(save_checkpoint(model, tokenizer, self.config.folder / "model"))
+        if is_folder(model):
+            return self._model_settings(locate(model))
+        check_source_name(str(model), "main")
+        commit = commit_of(str(model), "main", "model", tqdm.write)
+        return self._model_settings(model).model_copy(update={"revision": commit})
 
-        If `model` is a folder, the model is loaded from it.
-        """
+    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any]:
+        """Return the model and its processor or tokenizer, which are loaded unless they are objects."""
         if not isinstance(model, str | Path):
             network: Any = model
             if self.config.gradient_checkpointing:
                 network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
-            return network, tokenizer, save_checkpoint(network, tokenizer, self.config.folder / "model")
+            return network, tokenizer
         tqdm.write(f"Loading VLM: {model}")
-        settings = self._model_settings(model)
-        return load_model(model, settings), tokenizer or load_processor(model, settings), locate(model)
+        settings = self._source
+        return load_model(settings.source, settings), tokenizer or load_processor(settings.source, settings)
 
     def _model_settings(self, source: str | Path) -> ModelSettings:
         checkpointing = self.config.gradient_checkpointing
@@ -252,7 +296,12 @@ class MultimodalGRPOTrainer:
             environment: the name of a registered environment, or an instance. An instance is also used for evaluations;
                 for a name, evaluations get an instance of their own.
             args: settings of a registered environment.
+
+        Raises:
+            ConfigurationError: the tasks come from `train_dataset`.
         """
+        if self._data:
+            raise _tasks_twice("set_environment")
         if not isinstance(environment, str):
             self.environment, self._examined, kind = environment, environment, type(environment)
             self._played: Any = f"{kind.__module__}.{kind.__qualname__}"
@@ -272,7 +321,8 @@ class MultimodalGRPOTrainer:
         """Train until step `max_steps`, from the newest checkpoint if there is one, and return the last step's metrics.
 
         Raises:
-            ConfigurationError: no environment is set, or rows and rewards do not fit.
+            ConfigurationError: no environment is set, rows and rewards do not fit, or they are others than those of
+                the training in the folder.
             DataError: rows cannot be used.
             MismatchError: trainer and server do not agree on log-probs.
             ServerError: the server does not answer, or does not accept new weights.
@@ -284,6 +334,7 @@ class MultimodalGRPOTrainer:
         if (heldout := config.heldout_set()) is not None:
             played.append(heldout.model_dump(mode="json", exclude={"patience"}))
         self._key = document_digest(played)[:20]
+        self._check_resumed()
         if self._server == "auto":
             self._start_server(opened.weights)
         assert self.environment is not None
@@ -364,7 +415,8 @@ class MultimodalGRPOTrainer:
             self.environment = rows.environment(config.seed, *count)
             self._examined = rows.environment(config.seed, *count)
             self._digests = rows.sources
-            self._played = rows.settings.model_dump(mode="json", exclude={"source"}) | self._digests
+            played = rows.settings.model_dump(mode="json", exclude={"source", "reserved_tokens"})
+            self._played = played | self._digests | {"weights": list(rows.data.weights)}
             return
         if self.environment is None:
             if not config.env_id:
@@ -373,6 +425,26 @@ class MultimodalGRPOTrainer:
                 )
             self.set_environment(config.env_id, **config.env_args)
 
+    def _check_resumed(self) -> None:
+        """Check that a training with a dataset resumes with the rows and rewards that it had.
+
+        Raises:
+            ConfigurationError: the folder has checkpoints of a training with other rows or rewards.
+        """
+        if self._data is None:
+            return
+        folder, digest = self.config.folder, document_digest(self._played)
+        record = folder / "data" / "digest"
+        resumes = any((folder / "checkpoints").glob("[!.]*"))
+        if resumes and record.exists() and record.read_text() != digest:
+            raise ConfigurationError(
+                "the folder has a training with other rows, rewards or weights of rewards",
+                code="resumes_other_data",
+                where=str(folder),
+                remedy="set another output_dir or run_name in config, or delete the folder",
+            )
+        record.write_text(digest)
+
     @cached_property
     def _rows(self) -> WrittenData | None:
         """The dataset's rows, written to the run's folder. Their number determines defaults of `config`."""
@@ -380,8 +452,12 @@ class MultimodalGRPOTrainer:
             return None
         config, by_user = self.config, self.config.model_fields_set
         groups = config.rollouts_per_step // config.group_size
-        rows = data.write(config.folder / "data", config.max_steps * groups if "max_steps" in by_user else None)
-        steps = config.max_steps if "max_steps" in by_user else max(1, -(-rows.train.count // groups))
+        most = config.max_steps * groups if "max_steps" in by_user else None
+        rows = data.write(config.folder / "data", most)
+        _ = rows.callables  # so that wrong rewards are refused before anything is fetched
+        rows = replace(rows, reserved_tokens=reserved_tokens(self._source, images_only=False))
+        train_rows = rows.train.count * (1 - data.heldout_fraction)
+        steps = config.max_steps if "max_steps" in by_user else max(1, ceil(train_rows / groups))
         update = {"max_steps": steps}
         if data.has_heldout_rows and "eval_steps" not in by_user:
             update["eval_steps"] = steps
@@ -433,7 +509,7 @@ class MultimodalGRPOTrainer:
                 "the environment has no held-out tasks to evaluate with",
                 code="heldout_tasks_missing",
                 where="eval_steps",
-                remedy='return some from tasks("heldout"), or omit eval_steps',
+                remedy='pass eval_dataset or eval_fraction, return some from tasks("heldout"), or omit eval_steps',
             )
         return HeldoutSet(plan, tasks, environment, {})
 
@@ -462,3 +538,12 @@ class MultimodalGRPOTrainer:
             )
         turns = tuple(replace(turn, reward=turn.reward_parts.get(key, 0.0)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns)
+
+
+def _tasks_twice(other: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"tasks come from train_dataset and from {other}",
+        code="tasks_twice",
+        where="MultimodalGRPOTrainer",
+        remedy="leave one of them out",
+    )

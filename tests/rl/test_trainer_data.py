@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
 from armature.components.contracts.errors import RolloutFailed
 from armature.components.environments.dataset.python_rows import write_rows
@@ -35,7 +38,7 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
 def rows(**more: Any) -> list[dict[str, Any]]:
     """Return six rows with images, as a user would write them."""
     return [
-        {"prompt": f"Which color is {number}?", "image": image, "answer": str(number), **more}
+        {"prompt": f"Which color is {number}?", "image": image, "answer": str(number)} | more
         for number, image in enumerate(IMAGES)
     ]
 
@@ -124,6 +127,47 @@ def test_callback_sees_steps_and_ends_the_training(tiny: Tiny, tmp_path: Path, s
     assert recorder.calls == expected and [row["step"] for row in run(tmp_path)] == [1, 2]
 
 
+class Begun:
+    """Callbacks given as a class, which the trainer instantiates."""
+
+    steps: ClassVar[list[int]] = []
+
+    def on_train_begin(self, options: Any, state: Any, control: Any) -> None:
+        self.steps.append(state.max_steps)
+
+
+def test_hub_model_trains_for_one_pass_without_heldout_rows(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("armature.components.rl.trainer.commit_of", lambda *_: "0" * 40)
+    monkeypatch.setattr("armature.components.models.source.fetch_files", lambda *_, **__: tiny.folder)
+    monkeypatch.setattr("armature.components.models.reserved_tokens._tokenizer_folder", lambda _: tiny.folder)
+    options: Any = {"reward_funcs": letters, "train_dataset": rows(), "eval_fraction": 0.5, "report_to": None}
+    trainer = MultimodalGRPOTrainer("owner/model", config=small(tmp_path), callbacks=Begun, **options)
+    steps = [row["step"] for row in trainer.train().history]
+    assert Begun.steps == [2] and steps == [0, 1, 2]  # half of 6 rows is trained on, in steps of 2 groups
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train_dataset": rows()[:5]},
+        {"train_dataset": rows(more=1)},
+        {"reward_funcs": lambda completion: float(len(completion))},
+        {"reward_weights": [2.0]},
+    ],
+    ids=["fewer rows", "other rows", "other reward", "other weight"],
+)
+def test_training_does_not_resume_with_other_rows_or_rewards(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], change: dict[str, Any]
+) -> None:
+    options: Any = {"config": small(tmp_path, max_steps=1), "reward_funcs": letters, "train_dataset": rows()}
+    MultimodalGRPOTrainer(str(tiny.folder), **options).train()
+    with refused("resumes_other_data", tmp_path):
+        MultimodalGRPOTrainer(str(tiny.folder), **(options | change)).train()
+    MultimodalGRPOTrainer(str(tiny.folder), **options).train()
+
+
 def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trainer = MultimodalGRPOTrainer(
@@ -141,6 +185,24 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
     ("code", "shown", "options"),
     [
         ("config_missing", (), {}),
+        ("config_missing", ("dict",), {"train_dataset": rows(), "reward_funcs": letters, "config": {"max_steps": 1}}),
+        ("model_wrong_type", ("NoneType",), {"model": None}),
+        ("processor_missing", ("Linear",), {"model": nn.Linear(1, 1)}),
+        ("server_not_url", ("Auto",), {"train_dataset": rows(), "reward_funcs": letters, "server": "Auto"}),
+        ("dataset_missing", (), {"prompt": "Which?", "config": MultimodalRLConfig()}),
+        (
+            "tasks_twice",
+            ("env_id",),
+            {"train_dataset": rows(), "reward_funcs": letters, "config": MultimodalRLConfig(env_id="colors")},
+        ),
+        *(
+            ("number_out_of_bounds", (repr(value),), {"train_dataset": rows(), "reward_funcs": letters, name: given})
+            for name, given, value in (
+                ("eval_fraction", 1, 1),
+                ("eval_fraction", "0.1", "0.1"),
+                ("reward_weights", [float("nan")], float("nan")),
+            )
+        ),
         ("dataset_missing", (), {"reward_funcs": letters}),
         ("unknown_tracker", ("wandbb",), {"train_dataset": rows(), "reward_funcs": letters, "report_to": "wandbb"}),
         ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
@@ -158,7 +220,12 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
 )
 def test_rejects_arguments_that_do_not_fit(code: str, shown: tuple[str, ...], options: dict[str, Any]) -> None:
     with refused(code, *shown):
-        MultimodalGRPOTrainer("no-such-model", **options)
+        MultimodalGRPOTrainer(**({"model": "no-such-model"} | options))
+
+
+def test_option_of_trl_names_the_nearest_option() -> None:
+    with refused("unknown_option", "rollouts_per_example"):
+        MultimodalRLConfig(num_generations=8)
 
 
 def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
@@ -182,13 +249,23 @@ def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
             ("no_image",),
             {"train_dataset": [{"prompt": "Which?", "image": "missing.png", "answer": 1}]},
         ),
+        ("rows_unusable", ("bad_image", "row 1"), {"train_dataset": [*rows()[:1], *rows(image=b"no image")[:1]]}),
+        ("rows_unusable", ("wrong_type", "float32"), {"train_dataset": rows(image=np.zeros((28, 28, 3), np.float32))}),
+        ("rows_unusable", ("bad_path",), {"train_dataset": rows(image="https://example.org/1.png")}),
+        ("rows_unusable", ("reserved_token",), {"train_dataset": rows(prompt="<|image_pad|> Which?")}),
+        ("rows_missing", ("train_dataset",), {"train_dataset": []}),
+        ("rows_missing", ("eval_dataset",), {"eval_dataset": []}),
+        ("image_column_unknown", ("photo",), {"train_dataset": [{"prompt": "Which?", "photo": IMAGES[0]}]}),
+        ("column_repeated", ("prompt",), {"train_dataset": pd.DataFrame([["a", "b"]], columns=["prompt"] * 2)}),
+        ("value_error", ("prompt",), {"prompt": "{"}),
+        ("value_error", ("at_least",), {"reward_funcs": "length"}),
         ("rows_wrong_type", ("dict",), {"train_dataset": {"train": rows()}}),
         ("rows_wrong_type", ("str",), {"train_dataset": [*rows(), "a text"]}),
         ("value_not_json", ("row 0",), {"train_dataset": rows(more=object())}),
         ("unknown_reward_argument", ("colour",), {"reward_funcs": lambda completions, colour: [0.0]}),
         ("completion_not_taken", ("both",), {"reward_funcs": lambda completion, completions: 0.0}),
         ("completion_not_taken", ("neither",), {"reward_funcs": lambda text: 0.0}),
-        ("duplicate_reward", ("letters",), {"reward_funcs": [letters, letters]}),
+        ("duplicate_reward", ("letters",), {"reward_funcs": [letters, partial(letters)]}),
     ],
 )
 def test_rejects_rows_and_rewards(
@@ -218,6 +295,7 @@ def forms(folder: Path) -> dict[str, Any]:
     dataset = datasets.Dataset.from_list(rows(), features=features)
     return {
         "list": rows(),
+        "path objects": [{**row, "image": Path(row["image"])} for row in paths],
         "arrays": [{**row, "image": pixels} for row, pixels in zip(rows(), PIXELS, strict=True)],
         "paths": paths,
         "frame": pd.DataFrame(rows()),
@@ -252,11 +330,24 @@ def test_labels_become_names_and_messages_keep_their_images(tmp_path: Path) -> N
     for form in (labels, labels.to_iterable_dataset()):
         write_rows(form, tmp_path, "train")
         assert json.loads((tmp_path / "train.jsonl").read_text()) == {"prompt": "Which?", "label": "two"}
-    chat = [{"role": "user", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": "Which?"}]}]
-    made = write_rows([{"prompt": chat}], tmp_path, "train")
-    assert made.chat and made.most_images == 1
-    shown = json.loads((tmp_path / "train.jsonl").read_text())["prompt"][0]["content"][0]["image"]
-    assert np.array_equal(np.asarray(Image.open(tmp_path / shown)), PIXELS[1])
+    IMAGES[1].save(tmp_path / "1.png")
+    path = str(tmp_path / "1.png")
+    for part in (
+        {"type": "image", "image": IMAGES[1]},
+        {"type": "image", "path": path},
+        {"type": "image_url", "image_url": {"url": path}},
+    ):
+        chat = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
+        made = write_rows([{"prompt": chat}], tmp_path, "train")
+        assert made.chat and made.most_images == 1
+        (shown,) = re.findall("images/[0-9a-f]+", (tmp_path / "train.jsonl").read_text())
+        assert np.array_equal(np.asarray(Image.open(tmp_path / shown)), PIXELS[1])
+
+
+def test_array_of_images_and_narrow_numbers_are_written(tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "images": np.stack(PIXELS[:2]), "size": np.float32(0.1)}
+    assert write_rows([row], tmp_path, "train").most_images == 2
+    assert json.loads((tmp_path / "train.jsonl").read_text())["size"] == 0.1
 
 
 # --- Reward functions ---
@@ -287,12 +378,21 @@ def test_signatures_are_told_apart_by_their_arguments() -> None:
         return [float(message == {"role": "assistant", "content": "red"})]
 
     assert grade(CallableReward(of_messages, chat=True), prompt=CHAT) == {"of_messages": 1.0}
+    assert grade(CallableReward(partial(later, answer="red")), answer="blue") == {"later": 1.0}
+    for numbers in (torch.tensor([2.0]), np.array([2.0]), [torch.tensor(2.0)]):  # as TRL accepts them
+        assert grade(CallableReward(lambda completions, numbers=numbers: numbers)) == {"lambda": 2.0}
+
+
+def raised(error: Exception) -> float:
+    raise error
 
 
 @pytest.mark.parametrize(
     ("reason", "function"),
     [
         ("reward_error", lambda completion: 1 / 0),
+        ("reward_error", lambda completion: next(iter(()))),
+        ("reward_error", lambda completion: raised(TimeoutError())),
         ("reward_invalid", lambda completion: "1"),
         ("reward_invalid", lambda completion: float("nan")),
         ("reward_invalid", lambda completions: 1.0),
@@ -324,4 +424,4 @@ def test_sources_change_with_the_text_of_a_function() -> None:
         named.setdefault(str(number), []).append(CallableReward(scope["f"]).sources["reward f source only"])
     assert named["1"][0] == named["1"][1] != named["2"][0]
     assert CallableReward(letters).sources != CallableReward(later).sources
-    assert CallableReward(partial(later, answer="red")).sources["reward partial source only"]
+    assert CallableReward(partial(later, answer="red")).sources["reward later source only"]

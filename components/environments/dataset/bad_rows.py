@@ -68,5 +68,6 @@ class BadRows:
                 f"{self._bad.total()} of {rows} rows cannot be used: {counts}",
                 code="rows_unusable",
                 where="\n    ".join([self._where, *self._first]),
-                remedy='correct them, or set environment.args.on_bad_row = "skip" to leave them out and count them',
+                remedy="correct them, or remove them from the rows; in a recipe, "
+                'environment.args.on_bad_row = "skip" leaves them out and counts them',
             )

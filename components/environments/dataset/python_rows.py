@@ -6,13 +6,14 @@ A training copies its rows, so that it reads them like any other table, and a re
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ import pyarrow as pa
 from PIL import Image
 
 from armature.components.artifacts.images import encode_png
-from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.environments.dataset.bad_rows import BadRow
+from armature.components.contracts.errors import ConfigurationError, DataError, said
+from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles, FolderFiles
 from armature.components.environments.dataset.huggingface import label_reader, split_rows
 from armature.components.environments.dataset.images import TableImage, table_images
@@ -36,8 +37,12 @@ IMAGE_COLUMNS = ("image", "images")
 """Names of columns with an image or a list of images, as in TRL."""
 PROMPT = "prompt"
 """Name of the column with the prompt, a text or a list of messages, as in TRL."""
+MESSAGE_IMAGES = ("image", "image_url", "url", "path")
+"""Keys of a message's part that may hold an image."""
 SPLIT_NAMES = {"train": ("train",), "heldout": ("test", "validation")}
 """Names of the splits of a dataset that are used for training and as held out."""
+ARGUMENTS = {"train": "train_dataset", "heldout": "eval_dataset"}
+"""Names of the trainer's arguments with the rows of each split."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class WrittenRows:
     """True if the column `prompt` holds lists of messages."""
     most_images: int
     """Largest number of images in a row."""
+    other_images: tuple[str, ...]
+    """Names of columns that hold images and are not in `IMAGE_COLUMNS`, sorted."""
 
 
 def write_rows(rows: Any, folder: Path, split: str, most: int | None = None) -> WrittenRows:
@@ -65,39 +72,57 @@ def write_rows(rows: Any, folder: Path, split: str, most: int | None = None) -> 
 
     Raises:
         ConfigurationError: `rows` has another type, or a source's splits have other names.
-        DataError: a source cannot be read, or a value has no form in JSON.
+        DataError: a source cannot be read, images are missing or damaged, or a value has no form in JSON.
     """
-    count, most_images, chat, columns = 0, 0, False, set[str]()
+    count, most_images, chat, columns, other_images = 0, 0, False, set[str](), set[str]()
+    bad = BadRows(ARGUMENTS[split], "refuse")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     target = folder / f"{split}.jsonl"
     with (part := target.with_suffix(".part")).open("w") as file:
         for number, (row, files) in enumerate(islice(_rows(rows, split), most)):
-            if isinstance(row, BadRow):  # is unreadable here too, so that it is counted with all other bad rows
-                file.write("null\n")
+            count += 1
+            if isinstance(row, BadRow):
+                bad.add(f"row {number}", row)
                 continue
             if not isinstance(row, Mapping):
                 raise _wrong_type(row, "a row")
-            values = {str(name): _value(value, str(name), folder, files) for name, value in row.items()}
             try:
+                values = {str(name): _value(value, str(name), folder, files) for name, value in row.items()}
                 file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
-            except (TypeError, ValueError) as error:
+            except BadRow as unusable:
+                bad.add(f"row {number}", unusable)
+                continue
+            except (TypeError, ValueError, RecursionError) as error:
                 raise DataError(
                     f"a value has no form in JSON: {error}",
                     code="value_not_json",
-                    where=f"row {number} of the {split} rows, columns {', '.join(values)}",
+                    where=f"row {number} of {ARGUMENTS[split]}, columns {', '.join(map(str, row))}",
                     remedy="remove the column, or turn its values into text or numbers",
                 ) from error
-            count += 1
             columns |= values.keys()
+            other_images |= {str(name) for name, value in row.items() if _is_image(value)} - {*IMAGE_COLUMNS}
             chat |= isinstance(values.get(PROMPT), list)
-            images = [values[name] for name in IMAGE_COLUMNS if values.get(name) is not None]
-            most_images = max(most_images, sum(len(each) if isinstance(each, list) else 1 for each in images))
-            if isinstance(messages := values.get(PROMPT), list):
-                parts = [part for each in messages if isinstance(each, dict) for part in each.get("content") or ()]
-                inside = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
-                most_images = max(most_images, inside)
+            most_images = max(most_images, _image_count(values))
+    bad.check(count)
     part.replace(target)
-    return WrittenRows(count, tuple(sorted(columns)), chat, most_images)
+    return WrittenRows(count, tuple(sorted(columns)), chat, most_images, tuple(sorted(other_images)))
+
+
+def _image_count(values: Mapping[str, Any]) -> int:
+    """Return the number of images in the columns and in the messages of a written row."""
+    images = [values[name] for name in IMAGE_COLUMNS if values.get(name) is not None]
+    count = sum(len(each) if isinstance(each, list) else 1 for each in images)
+    messages = prompt if isinstance(prompt := values.get(PROMPT), list) else []
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return count + sum(any(key in part for key in MESSAGE_IMAGES) for part in parts)
+
+
+def _is_image(value: Any) -> bool:
+    """Return True if the value is an image of Pillow or of datasets, or a list of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and _is_image(value[0])
+    return isinstance(value, Image.Image) or (isinstance(value, Mapping) and value.keys() == {"bytes", "path"})
 
 
 def _rows(rows: Any, split: str) -> Iterator[tuple[Any, DataFiles | None]]:
@@ -106,6 +131,15 @@ def _rows(rows: Any, split: str) -> Iterator[tuple[Any, DataFiles | None]]:
         yield from _source_rows(str(rows), split)
         return
     library = sys.modules.get("datasets")
+    if isinstance(rows, pd.DataFrame | pa.Table):
+        names = rows.column_names if isinstance(rows, pa.Table) else list(map(str, rows.columns))
+        if len(set(names)) < len(names):
+            raise DataError(
+                "two columns have the same name",
+                code="column_repeated",
+                where=f"{ARGUMENTS[split]}, columns {', '.join(names)}",
+                remedy="rename one of them",
+            )
     if isinstance(rows, pd.DataFrame):
         rows = pa.Table.from_pandas(rows, preserve_index=False) if _is_plain(rows) else rows.to_dict("records")
     if isinstance(rows, pa.Table):
@@ -117,11 +151,19 @@ def _rows(rows: Any, split: str) -> Iterator[tuple[Any, DataFiles | None]]:
         rows = shard.scan(shard.columns)
     elif library is not None and isinstance(rows, library.IterableDataset):
         named = {key: reader for key, each in (rows.features or {}).items() if (reader := label_reader(each))}
-        rows = ({**row, **{key: reader(row[key]) for key, reader in named.items()}} for row in rows)
+        rows = (_with_names(row, named) for row in rows)
     elif isinstance(rows, Mapping | bytes) or not isinstance(rows, Iterable):
         raise _wrong_type(rows, "a dataset")
     for row in rows:
         yield row, None
+
+
+def _with_names(row: Row, readers: Mapping[str, Callable[[Any], Any]]) -> Row | BadRow:
+    """Return a row with the names of class labels in place of their numbers."""
+    try:
+        return {**row, **{key: read(row[key]) for key, read in readers.items()}}
+    except BadRow as unknown_label:
+        return unknown_label
 
 
 def _source_rows(source: str, split: str) -> Iterator[tuple[Row | BadRow, DataFiles]]:
@@ -166,43 +208,79 @@ def _is_plain(frame: pd.DataFrame) -> bool:
 
 
 def _value(value: Any, column: str, folder: Path, files: DataFiles | None) -> Any:
-    """Return a value for JSON, with images replaced by the names of their files below `folder`."""
+    """Return a value for JSON, with images replaced by the names of their files below `folder`.
+
+    Raises:
+        BadRow: an image is missing or damaged.
+    """
     nested = partial(_value, column=column, folder=folder, files=files)
-    if isinstance(value, Image.Image):
-        return _stored(encode_png(value).data, folder)
-    if column in IMAGE_COLUMNS and (data := _image_bytes(value, files)) is not None:
-        return _stored(data, folder)
-    if isinstance(value, np.generic):
-        value = value.item()
+    if column in IMAGE_COLUMNS or isinstance(value, Image.Image):
+        return _image_names(value, column, folder, files)
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    if isinstance(value, Mapping):
+    if isinstance(value, np.floating):
+        value = float(str(value))  # the digits of float32's 0.1 are 0.1, not 0.10000000149
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping) and column == PROMPT:
         # Datasets fill the fields that a message does not have with null.
-        return {str(key): nested(each) for key, each in value.items() if each is not None or column != PROMPT}
+        filled = {str(key): each for key, each in value.items() if each is not None}
+        images = [] if "role" in filled else [key for key in MESSAGE_IMAGES if key in filled]
+        in_url = isinstance(url := filled.get("image_url"), Mapping) and url.keys() == {"url"}
+        return {
+            key: nested(each, column=IMAGE_COLUMNS[0] if key in images and not in_url else column)
+            for key, each in filled.items()
+        }
+    if isinstance(value, Mapping):
+        return {str(key): nested(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [nested(each) for each in value]
     return None if value is pd.NA or value is pd.NaT or isinstance(value, bytes) else plain_value(value)
 
 
-def _image_bytes(value: Any, files: DataFiles | None) -> bytes | None:
-    """Return the bytes of an image, or None for a list of images and for values that are not the bytes of one.
+def _image_names(value: Any, column: str, folder: Path, files: DataFiles | None) -> Any:
+    """Store an image or a list of images, and return the names of their files; None for a missing value.
 
-    A path of a file that does not exist stays in the row, where it is found and counted with other bad rows.
+    Raises:
+        BadRow: an image is missing or damaged, or has another type.
     """
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3:
-        return encode_png(Image.fromarray(value)).data
-    if value is None or isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, np.ndarray) and (value.ndim == 4 or value.dtype.kind in "OUS"):
+        value = list(value)
+    if isinstance(value, list | tuple):
+        return [_image_names(each, column, folder, files) for each in value]
+    if isinstance(value, Image.Image | np.ndarray):
+        return _stored(_encoded(value, column), folder)
+    value = str(value) if isinstance(value, PurePath) else value
+    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value)):
         return None
+    names = [_stored(_image_bytes(image, files), folder) for image in table_images(value, column)]
+    return names if len(names) != 1 else names[0]
+
+
+def _encoded(image: Image.Image | np.ndarray, column: str) -> bytes:
+    if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (3, 4)):
+        raise BadRow("wrong_type", f"{column!r} is an array {image.shape} of {image.dtype}, not (H, W, 3) of uint8")
     try:
-        (image,) = table_images(value, IMAGE_COLUMNS[0])
-        if image.data is not None:
-            return image.data
-        if files is None:
-            path = Path(image.path or "").absolute()
-            image, files = TableImage(path.name, None), FolderFiles(path.parent, links=True)
-        return image.load(files).data
-    except (BadRow, DataError, ValueError):
-        return None
+        return encode_png(image if isinstance(image, Image.Image) else Image.fromarray(image)).data
+    except Exception as error:  # Pillow raises errors of any type for damaged files
+        reason = error.what if isinstance(error, DataError) else said(error)
+        raise BadRow("bad_image", f"{column!r}: {reason}") from error
+
+
+def _image_bytes(image: TableImage, files: DataFiles | None) -> bytes:
+    """Return the bytes of an image of a table. Without `files` its path is one of this machine.
+
+    Raises:
+        BadRow: there is no such file, or it is neither PNG, JPEG nor WebP.
+    """
+    if files is None:
+        path = Path(image.path or "").absolute()
+        files = FolderFiles(path.parent, links=True)
+        if image.data is None and "://" not in str(image.path):
+            image = TableImage(path.name, None)
+    return image.load(files).data
 
 
 def _stored(data: bytes, folder: Path) -> str:
