@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from platform import python_version
 from typing import Annotated, Any
@@ -65,11 +66,19 @@ def options(
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 invalid configuration or arguments, 130 interrupted."""
+    if not sys.stderr.isatty():  # otherwise the libraries' bars are redrawn in a file
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app(standalone_mode=True, prog_name="armature")
     except ConfigurationError as error:
-        print(f"armature: {error}\n  code: {error.code}", file=sys.stderr)
+        _print_error(error)
         sys.exit(2)
     except ArmatureError as error:
-        print(f"armature: {error}\n  code: {error.code}", file=sys.stderr)
+        _print_error(error)
         sys.exit(1)
+
+
+def _print_error(error: ArmatureError) -> None:
+    """Print an error with its code and its notes, such as the path of the log."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    print(f"armature: {error}\n  code: {error.code}{notes}", file=sys.stderr)

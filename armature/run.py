@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,9 +18,13 @@ from armature import supervisor
 from armature.check import check_ahead
 from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, ServerError
+from armature.components.contracts.installation import home_folder
+from armature.components.contracts.machine import Machine
+from armature.components.machine.private_files import private_folder
 from armature.components.machine.project import project
+from armature.components.viewer.address import viewer_address
 from armature.ports import PREFECT_PORT
-from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
+from armature.services import LOGS, free_port, prefect_environment, prefect_server, wait_until_ready
 
 if TYPE_CHECKING:
     from prefect import State
@@ -47,20 +54,21 @@ def joined_api() -> str | None:
 
 
 @contextmanager
-def prefect_api() -> Iterator[Callable[[], object]]:
+def prefect_api() -> Iterator[Callable[[], object] | None]:
     """Provide a Prefect API for this process, and yield a function that waits until the API answers.
 
-    A running API is used if there is one. Otherwise a server is started for this run alone. It shares its database with
-    the platform, so that the run is on the dashboard afterwards. It starts while this process imports the flow.
+    A running API is used if there is one, and None is yielded. Otherwise a server is started for this run alone. It
+    shares its database with the platform, so that the run is on the dashboard afterwards. It starts while this process
+    imports the flow.
 
     Raises:
         ServerError: the API does not answer, or rejects the auth string.
     """
     if joined_api():
-        yield lambda: None
+        yield None
         return
     service = prefect_server(free_port(), with_pages=False)
-    # This server has no pages. The link in the log is to the page that `armature up` will serve.
+    # This server has no pages. Links in stored reports are to the pages that `armature up` will serve.
     os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
     server = service.start()
     try:
@@ -119,23 +127,62 @@ def run_recipe(recipe: Recipe) -> list[str]:
         for line in run_recipe(load_recipe("train-vlm/colors", ["trainer.max_steps=5"])):
             print(line)
     """
-    print(f"{recipe.name}: {recipe.description}", flush=True)
+    print(f"{recipe.name}: {recipe.description}\n{_where_to_look(recipe)}", flush=True)
     with project(recipe.folder):
         check_ahead(recipe)
-        return _lines(_flow_state(recipe))
+        return _result(recipe)
 
 
-def _flow_state(recipe: Recipe) -> State[Any]:
-    """Run the recipe's flow in this process and return its final state."""
+def _where_to_look(recipe: Recipe) -> str:
+    """Return a line that says how to watch the run now: the page of a running viewer, or the command that opens it."""
+    store = home_folder() / recipe.machine.store
+    if (address := viewer_address(store.resolve())) is not None:
+        return f"watch it: {address}"
+    option = "" if store == home_folder() / Machine().store else f" --store {shlex.quote(str(recipe.machine.store))}"
+    return f"watch it: armature view{option}"
+
+
+@contextmanager
+def _run_log(has_pages: bool) -> Iterator[None]:
+    """Write Prefect's log of a run to a file, and leave out of the terminal what `TerminalFilter` leaves out.
+
+    On a terminal, log lines are written above the progress bar. An `ArmatureError` gets a note with the file's path.
+    """
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    from armature.tasks.logs import TerminalFilter
+
+    path = private_folder(LOGS) / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    file, shown, root = logging.FileHandler(path, delay=True), TerminalFilter(has_pages), logging.getLogger()
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    with ExitStack() as stack:
+        for handler in root.handlers:
+            handler.addFilter(shown)
+            stack.callback(handler.removeFilter, shown)
+        if sys.stderr.isatty():
+            stack.enter_context(logging_redirect_tqdm())
+        root.addHandler(file)
+        stack.callback(file.close)
+        stack.callback(root.removeHandler, file)
+        try:
+            yield
+        except ArmatureError as error:
+            error.add_note(f"log: {path}")
+            raise
+
+
+def _result(recipe: Recipe) -> list[str]:
+    """Run the recipe's flow in this process and return its result, or raise the error that it failed with."""
     with prefect_api() as ready:
         flow = _imported_flow(recipe.kind)
-        ready()
+        if ready is not None:
+            ready()
         _provide_gpu_limit()
         from prefect import tags
 
         try:
-            with tags(f"deployment:{recipe.name.partition('/')[2]}"):
-                state: State[Any] = flow(**dict(recipe.sections), return_state=True)
+            with _run_log(has_pages=ready is None), tags(f"deployment:{recipe.name.partition('/')[2]}"):
+                return _lines(flow(**dict(recipe.sections), return_state=True))
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Prefect's API no longer answers: {error!r:.300}",
@@ -143,7 +190,6 @@ def _flow_state(recipe: Recipe) -> State[Any]:
                 where="PREFECT_API_URL",
                 remedy="start it, then run again: it resumes from what was finished",
             ) from error
-    return state
 
 
 def _imported_flow(kind: str) -> Any:
@@ -180,7 +226,7 @@ def _lines(state: State[Any]) -> list[str]:
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
             raise error
-        raise ArmatureError(str(state.message), code="run_failed", remedy="the lines above and the run's page say more")
+        raise ArmatureError(str(state.message), code="run_failed", remedy="the log has the traceback")
     return list(state.result() or ())
 
 

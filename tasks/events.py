@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run, task_run
 
-from armature.components.configuration.stages import TerminalEvents
+from armature.components.configuration.stages import ProgressLines, TerminalEvents
 from armature.components.contracts.errors import TrackingError
 from armature.components.contracts.stages import Artifact, ResultT
 from armature.tasks.patience import patience
@@ -80,7 +80,6 @@ class PrefectUnits:
 
 FLUSH_SECONDS = 3.0
 """Seconds after which collected events are sent."""
-LOG_LINE_SECONDS = 15.0
 """Seconds between two log lines about the same progress bar."""
 
 
@@ -93,7 +92,6 @@ class _Bar:
     postfix: Mapping[str, float]
     changed: bool = True
     artifact: UUID | None = None
-    logged_at: float = 0.0
 
     def text(self, name: str) -> str:
         """Return the state of the bar `name` as one line of text."""
@@ -118,6 +116,7 @@ class PrefectEvents:
         self._resources, self._stack = ResourceWatch(), ExitStack()
         self._log: logging.Logger | logging.LoggerAdapter[logging.Logger] = get_run_logger()
         self._terminal = TerminalEvents() if sys.stderr.isatty() else None
+        self._lines = ProgressLines()
         self._lock, self._stop = Lock(), Event()
         self._bars: dict[str, _Bar] = {}
         self._metrics: list[tuple[str, float, int, int]] = []
@@ -131,9 +130,8 @@ class PrefectEvents:
         self._numbers.progress(name, done, total)
         if self._terminal:
             self._terminal.progress(name, done, total, **postfix)
-        elif time.monotonic() - bar.logged_at > LOG_LINE_SECONDS or done >= total:
-            bar.logged_at = time.monotonic()
-            self._say(bar.text(name))
+        elif (line := self._lines.line(name, done, total, postfix)) is not None:
+            self._say(line)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

@@ -28,3 +28,21 @@ def readable_errors() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _ReadableFilter) for each in logger.filters):
             logger.addFilter(_ReadableFilter())
+
+
+class TerminalFilter(logging.Filter):
+    """Leaves errors of flow and task runs out of the terminal, because the command prints the error once at its end.
+
+    Links to Prefect's pages are left out too, unless the server of the run `has_pages`.
+    """
+
+    def __init__(self, has_pages: bool) -> None:
+        super().__init__()
+        self._has_pages = has_pages
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True if the terminal shows the record."""
+        if not record.name.startswith(_LOGGERS):
+            return True
+        is_link = record.getMessage().startswith("View at ")
+        return record.levelno < logging.ERROR and (self._has_pages or not is_link)

@@ -149,12 +149,14 @@ def experiment_id(name: str) -> str:
         return str(mlflow_client.create_experiment(name, folder))
 
 
-def served_by() -> str:
-    """Return a remark to print after a link to a run's page, or "".
+def where_served(run_id: str, experiment: str) -> str:
+    """Return the address of a run's page, or the run's id and the command that serves its page.
 
-    If MLflow is a SQLite file, the link works only while `armature up` runs.
+    Nobody serves the pages of a SQLite file unless `armature up` runs, which a run would have joined.
     """
-    return "(while `armature up` runs)" if tracking_uri().startswith("sqlite") else ""
+    if tracking_uri().startswith("sqlite"):
+        return f"run {run_id}; `armature up` serves its page"
+    return page(run_id, experiment)
 
 
 def page(run_id: str, experiment: str) -> str:

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ from mlflow.entities import LoggedModel
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
+from armature.components.artifacts.disk import write_file
 from armature.components.artifacts.manifest import read_manifest
 from armature.components.configuration.stages import open_store
+from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.metrics import metric_part, metrics_below
 from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.wilson import Interval
+from armature.components.models.source import CHECKPOINT
+from armature.components.pages.training import REPORT_FILE, with_figures
 from armature.components.viewer.address import viewer_address
-from armature.tasks.flow_run import provenance
-from armature.tasks.mlflow_client import served_by
+from armature.tasks.flow_run import deployment_name, provenance
+from armature.tasks.mlflow_client import where_served
 from armature.tasks.promotion import measure_of_candidate, promote
 from armature.tasks.tracking import TrackedRun, find_model
 
@@ -198,7 +205,46 @@ def report(
     text = "\n".join(f"- `{line}`" for line in lines)
     create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
     trackers = [f"{tracker:<16} {place}" for place, tracker in provenance().trackers.items()]
-    return [*lines, *trackers, f"{'MLflow':<16} {tracking.page}  {served_by()}"]
+    return [
+        *lines,
+        *trackers,
+        f"{'MLflow':<16} {where_served(tracking.run_id, tracking.experiment)}",
+        *_last_lines(findings, made),
+    ]
+
+
+def _last_lines(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> list[str]:
+    """Return the lines that a run of a training ends with: the rate before and after, and the paths of its files.
+
+    The report is a copy of the training's `report.html` with the rates, in `.armature/reports`. A later run of the
+    recipe replaces it.
+    """
+    figures = {}
+    rates = [rate for finding in findings if finding.artifact and (rate := rate_of(finding.artifact))]
+    if len(rates) > 1:
+        (measure, before), (_, after) = rates[0], rates[-1]
+        figures = {measure: f"{before} → {after}"}
+    lines = [f"{measure:<16} {change}" for measure, change in figures.items()]
+    if (training := made.get("training")) is None or not (training.path / REPORT_FILE).is_file():
+        return lines
+    page = (training.path / REPORT_FILE).read_text("utf-8")
+    name = f"{flow_run.flow_name}-{deployment_name()}.html".replace("/", "-")
+    report = home_folder().resolve() / ".armature/reports" / name
+    report.parent.mkdir(parents=True, exist_ok=True)
+    shown = {f"held-out {measure}, before and after": change for measure, change in figures.items()}
+    write_file(report, with_figures(page, shown).encode())
+    files = {"model": training.path / CHECKPOINT, "report": report, "history": training.path / "history.json"}
+    return lines + [f"{name:<16} {path}" for name, path in files.items() if path.exists()]
+
+
+def rate_of(evaluation: Artifact) -> tuple[str, Interval] | None:
+    """Return the name of the rate that an evaluation measured and its value with the interval; None without a rate."""
+    values = numbers(evaluation)
+    for measure in MEASURES:
+        if measure in values:
+            low, high = (values.get(f"{measure}_{limit}", nan) for limit in ("low", "high"))
+            return measure, Interval(values[measure], low, high, values.get("episodes", nan))
+    return None
 
 
 def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> dict[str, float]:

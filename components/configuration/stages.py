@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,15 +55,53 @@ Viewers read it, also while the stage runs.
 """
 
 
+TRAINING, ROLLOUTS = "Training", "rollouts"
+"""Names of the progress of a training's steps and of the episodes of one step."""
+
+
+class ProgressLines:
+    """Turns progress into lines, for output that is not a terminal.
+
+    Each training step is a line. Any other bar is a line every `SECONDS` and when it is done. The rollouts of a
+    training step have no line when they are done, because the line of their step follows.
+    """
+
+    SECONDS = 15.0
+
+    def __init__(self) -> None:
+        self._shown_at: dict[str, float] = {}
+
+    def line(self, name: str, done: int, total: int, postfix: Mapping[str, float]) -> str | None:
+        """Return the line for this progress, or None if it needs no line."""
+        now, ended = time.monotonic(), done >= total
+        late = now - self._shown_at.setdefault(name, now) > self.SECONDS
+        if name != TRAINING and not late and not (ended and TRAINING not in self._shown_at):
+            return None
+        self._shown_at[name] = now
+        if ended:
+            del self._shown_at[name]
+        return " ".join([f"{name} {done}/{total}", *(f"{key}={value:.4g}" for key, value in postfix.items())])
+
+
 class TerminalEvents:
-    """Events that appear as progress bars and lines on the terminal."""
+    """Events that appear as a progress bar and lines on the terminal.
+
+    One bar stays, that of the training or of a stage without one. Bars of rollouts disappear when they are full. If the
+    standard error is not a terminal, there are lines instead of bars.
+    """
 
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[Any]] = {}
+        self._lines = None if sys.stderr.isatty() else ProgressLines()
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        if self._lines is not None:
+            if (line := self._lines.line(name, done, total, postfix)) is not None:
+                self.message(line)
+            return
         if name not in self._bars:
-            self._bars[name] = tqdm(total=total, desc=name, leave=True, dynamic_ncols=True)
+            stays = name != ROLLOUTS and not self._bars
+            self._bars[name] = tqdm(total=total, desc=name, leave=stays, dynamic_ncols=True)
         bar = self._bars[name]
         if postfix:
             bar.set_postfix({key: f"{value:.4g}" for key, value in postfix.items()}, refresh=False)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import escape
+
 from armature.components.pages.report import Curves, History, HtmlReport, Rollouts, Table, training_curves, write_report
 
 REPORT_FILE = "report.html"
@@ -41,6 +43,15 @@ def write_training_report(
         rollouts=rollouts,
     )
     write_report(folder / REPORT_FILE, report)
+
+
+def with_figures(page: str, figures: Mapping[str, str]) -> str:
+    """Return the text of a training's `report.html` with further key figures in front, for example those of evaluations
+    after the training. A figure that the page has already stays as it is."""
+    tiles = '<dl class="tiles">\n'
+    new = {name: value for name, value in figures.items() if f"<dt>{escape(name)}</dt>" not in page}
+    added = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>\n" for name, value in new.items())
+    return page.replace(tiles, tiles + added, 1)
 
 
 def last_figures(history: History) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from armature.components.configuration.stages import TerminalEvents
+from armature.components.configuration.stages import TRAINING, TerminalEvents
 from armature.components.rl.config import MultimodalRLConfig
 
 
@@ -68,10 +68,11 @@ class TrainerEvents(TerminalEvents):
         return bool(self._control.should_training_stop)
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
-        """Show a progress bar, and print a line of metrics for every `log_every_steps`-th step."""
-        super().progress(name, done, total, **postfix)
+        """Show a progress bar on a terminal, and print a line of metrics for every `log_every_steps`-th step."""
+        if self._lines is None or name != TRAINING:
+            super().progress(name, done, total, **postfix)
         every = self._config.log_every_steps
-        if name == "Training" and postfix and (done % every == 0 or done in (1, total)):
+        if name == TRAINING and postfix and (done % every == 0 or done in (1, total)):
             self.message(f"Step {done}/{total}: " + ", ".join(f"{key}={value:.4g}" for key, value in postfix.items()))
 
     def _call(self, method: str, **values: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.rollouts import Failure, Trajectory
+from armature.components.contracts.stages import StageContext
 from armature.components.pages.records import TurnScores, token_decoder
 from armature.components.pages.report import Rollouts, Table
 from armature.components.pages.training import write_training_report
@@ -24,6 +25,10 @@ TASKS = {
     "tasks/right_or_wrong": "never did: in some groups all earned the largest reward, in others all earned less",
 }
 """Names of the counts of tasks that `difficulty_counts` makes, mapped to their captions on the report page."""
+
+
+HELDOUT = "held-out accuracy, before and after"
+"""Caption of the figure with both accuracies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def write_pages(
     settings: TrainVLMSettings,
     history: list[dict[str, float]],
     shown: Sequence[ShownStep],
-    images: Path,
+    context: StageContext,
     best: Mapping[str, float],
     tasks: Mapping[str, int],
 ) -> None:
@@ -67,10 +72,18 @@ def write_pages(
     decode = token_decoder(folder / "checkpoint")
     write_training_report(
         folder,
-        title=f"Training {settings.model.source} on {settings.environment.name}",
+        title=f"{context.recipe or 'Training'}: {settings.model.source} on {settings.environment.name}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=HeldoutEvaluations.figures(best),
+        figures={**_before_and_after(history, best), **HeldoutEvaluations.figures(best)},
         tables=[Table("Tasks", ["groups", "tasks"], [[text, f"{tasks[name]:,}"] for name, text in TASKS.items()])],
-        rollouts=Rollouts(trajectories, failures, ImageStore(images), decode, steps, scores),
+        rollouts=Rollouts(trajectories, failures, ImageStore(context.images), decode, steps, scores),
     )
+
+
+def _before_and_after(history: Sequence[Mapping[str, float]], best: Mapping[str, float]) -> dict[str, str]:
+    """Return the held-out accuracy before the first step and of the checkpoint; empty without evaluations."""
+    rows = {row["step"]: row["heldout/accuracy"] for row in history if "heldout/accuracy" in row}
+    if 0 not in rows or best.get("best/step") not in rows:
+        return {}
+    return {HELDOUT: f"{rows[0]:.3f} → {rows[best['best/step']]:.3f}"}

@@ -41,7 +41,7 @@ def train_vlm(
     steps = [row for row in history if row["step"] > 0]
     write_json(out / "metrics.json", merged(run=summary(steps), best=best, tasks=difficulty_counts(tasks)))
     write_table(out / "difficulty.parquet", [asdict(task) for task in tasks], DIFFICULTY)
-    write_pages(out, settings, history, shown, context.images, best, difficulty_counts(tasks))
+    write_pages(out, settings, history, shown, context, best, difficulty_counts(tasks))
     rows = {"steps": len(steps), "rollouts": int(sum(step.get("rollouts/planned", 0) for step in history))}
     return StageReport(rows=rows, drops=counted_reasons(history))
 

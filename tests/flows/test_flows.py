@@ -89,6 +89,9 @@ def test_training_ends_with_a_candidate_with_full_lineage(recipe):
     lines = state.result()
     assert any(line.startswith("MLflow") for line in lines)
     assert any("report.html" in line for line in lines)
+    *_, rates, model, report, history = (line.split(maxsplit=1) for line in lines)
+    assert [rates[0], model[0], report[0], history[0]] == ["accuracy", "model", "report", "history"]
+    assert "→" in rates[1] and Path(report[1]).is_file() and Path(history[1]).is_file()
     shown = artifacts_of(state)
     assert {"results", "summary", "mlflow"} <= set(shown)
     (trained,) = (store / "train-vlm").glob("*/manifest.json")

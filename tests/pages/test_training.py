@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from armature.components.pages.training import drops_by_reason, last_figures, write_training_report
+import re
+
+from armature.components.pages.training import drops_by_reason, last_figures, with_figures, write_training_report
 
 HISTORY = [
     {
@@ -36,3 +38,13 @@ def test_pages_are_reproducible(tmp_path):
     first = write()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["report.html"]
     assert write() == first and b"trainer.seed" in first[0]
+
+
+def test_later_figures_come_first_and_none_is_repeated(tmp_path):
+    write_training_report(tmp_path, title="run", history=HISTORY, configuration={}, figures={"accuracy": "0.5"})
+    page = (tmp_path / "report.html").read_text()
+    added = with_figures(page, {"accuracy": "0.9", "<held-out>": "0.1 → 0.9"})
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", added)[:2] == [
+        ("&lt;held-out&gt;", "0.1 → 0.9"),
+        ("accuracy", "0.5"),
+    ]

@@ -50,6 +50,14 @@ def search(tab, field: str, text: str, count: str) -> list[str]:
     return rows(tab)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.1, 0.95, [0, 0.5, 1]), (0.25, 0.42, [0.2, 0.3, 0.4, 0.5]), (-3, 12, [-5, 0, 5, 10, 15])],
+)
+def test_axes_have_round_numbers_around_the_values(browser_page, low, high, ticks):
+    assert browser_page.evaluate(f"ticksAround({low}, {high})") == pytest.approx(ticks)
+
+
 def test_page_can_be_browsed(browser_page):
     tab = browser_page
     assert tab.inner_text("[data-series=reward] b") == "0.75"

@@ -21,25 +21,37 @@ function limits(panel, row) {
   return [-1, 1].map((sign) => finite(row[panel.series[0]]) + sign * finite(row[panel.band]));
 }
 
+/* Round numbers around the values: 1, 2 or 5 times a power of ten apart, three to five of them. */
+function ticksAround(low, high) {
+  const rough = (high - low) / 3, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((n) => n * power >= rough) ?? 10);
+  const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
+}
+
 /* One chart, or null where no row has a number of its series. */
 function chart(panel, history) {
   const unit = panel.axis ?? "step";
-  const scale = panel.log ? (v) => (v > 0 ? Math.log10(v) : NaN) : (v) => v;
+  const positive = panel.series.flatMap((name) => history.map((row) => finite(row[name]))).filter((v) => v > 0);
+  const isLog = panel.log && positive.reduce((a, b) => Math.max(a, b), 0) > 10 * positive.reduce((a, b) => Math.min(a, b), Infinity);
+  const scale = isLog ? (v) => (v > 0 ? Math.log10(v) : NaN) : (v) => v;
   const points = panel.series.map((name) => history.map((row) => [row.step, scale(finite(row[name]))]).filter(([, value]) => Number.isFinite(value)));
   const all = points.flat();
   if (!all.length) return null;
   const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
   const band = history.map((row) => [row.step, ...limits(panel, row)]).filter(([, low, high]) => Number.isFinite(low) && Number.isFinite(high));
-  let [low, high] = extent([...all.map((p) => p[1]), ...(Array.isArray(panel.band) ? band.flatMap((p) => p.slice(1)) : [])]);
+  let [low, high] = extent([...all.map((p) => p[1]), ...(isLog ? [] : band.flatMap((p) => p.slice(1)))]);
   const [first, last] = extent(all.map((p) => p[0]));
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const ticks = isLog || !(high - low > Math.abs(high) * 1e-12) ? [low, (low + high) / 2, high] : ticksAround(low, high);
+  [low, high] = [ticks[0], ticks.at(-1)];
   const x = (step) => LEFT + ((step - first) / (last - first || 1)) * (WIDTH - LEFT - 6);
   const y = (value) => BOTTOM - ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (BOTTOM - TOP);
   const at = ([step, v]) => `${x(step).toFixed(1)},${y(v).toFixed(1)}`;
   const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": panel.title });
-  for (const value of [low, (low + high) / 2, high]) {
+  for (const value of ticks) {
     svg.append(s("line", { class: "axis", x1: LEFT, x2: WIDTH - 6, y1: y(value), y2: y(value) }),
-      s("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" }, figure(panel.log ? 10 ** value : value, panel.log ? Infinity : high - low)));
+      s("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" }, figure(isLog ? 10 ** value : value, isLog ? Infinity : high - low)));
   }
   const place = (step) => (Number.isInteger(step) ? String(step) : figure(step, last - first));
   svg.append(s("text", { x: LEFT, y: HEIGHT - 4 }, first === last ? `${unit} ${place(first)}` : place(first)));
