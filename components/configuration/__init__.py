@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from armature.components.configuration.problems import SHORT, code_of, explain, place, settings_in
+from armature.components.configuration.problems import SHORT, code_of, explain, meant, place, settings_in
 from armature.components.configuration.recipes import RECIPES, Sections, SettingsT
 from armature.components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
 from armature.components.contracts.errors import ConfigurationError
@@ -108,10 +108,15 @@ def recipe_path(name: str) -> Path:
     Raises:
         ConfigurationError: there is no such recipe; the nearest one is suggested.
     """
-    if name.endswith(SUFFIX):
-        return Path(name)
-    if name not in (names := recipe_names()):
+    path, names = Path(name), recipe_names()
+    if name.endswith(SUFFIX) and (os.path.lexists(path) or name.removesuffix(SUFFIX) not in names):
+        return path
+    if name not in names:
         remedy = f"{suggestion(name, names)}; or give the path of a file, which ends with {SUFFIX}"
+        if name.endswith(SUFFIX):
+            remedy = f"did you mean {name.removesuffix(SUFFIX)!r}? A name with {SUFFIX} is the path of a file"
+        elif os.path.isfile(beside := f"{name}{SUFFIX}"):  # noqa: PTH113 (any text may be asked about)
+            remedy = f"did you mean the file {beside!r}?"
         raise ConfigurationError(f"no recipe is called {name!r}", code="unknown_recipe", remedy=remedy)
     return CONFIGS / f"{name}{SUFFIX}"
 
@@ -188,22 +193,25 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
 def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "") -> SectionsT:
     """Validate sections, each one and all together. Values that are settings objects already are not changed.
 
+    One error shows the problems of all sections, unknown sections included.
+
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds, or sections that do not fit
             each other.
     """
-    if unknown := sorted(set(values) - set(kind.model_fields)):
-        raise ConfigurationError(
-            f"unknown section {unknown[0]!r}",
-            code="unknown_section",
-            where=where,
-            remedy=suggestion(unknown[0], kind.model_fields),
-        )
+    unknown = sorted(set(values) - set(kind.model_fields))
+    lines = [f"unknown section {name!r}; {meant([name], kind.model_fields, kind)}" for name in unknown]
     omitted: dict[str, Any] = {name: {} for name in kind.model_fields if name not in kind.optional()}
+    known = {name: value for name, value in values.items() if name in kind.model_fields}
+    code, invalid = "unknown_section", None
     try:
-        return _validate(kind, omitted | dict(values))
+        sections = _validate(kind, omitted | known)
     except ValidationError as error:
-        raise ConfigurationError(explain(error, "", kind), code=code_of(error), where=where) from error
+        code, invalid = code if unknown else code_of(error), error
+        lines.append(explain(error, "", kind))
+    if lines:
+        raise ConfigurationError("\n".join(lines), code=code, where=where) from invalid
+    return sections
 
 
 def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:

@@ -71,7 +71,8 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         if new and problem["type"] in ("extra_forbidden", "model_type"):
             line = f"{key} is now called {new!r}"
         elif problem["type"] == "extra_forbidden":
-            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], fields)}"
+            remedy = suggestion(path[-1], fields) if section else meant(path, fields, model)
+            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {remedy}"
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"
@@ -79,6 +80,27 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
             line += f" (given {SHORT.repr(problem['input'])})"
         lines.append(line)
     return "\n".join(lines)
+
+
+def meant(path: Sequence[str], fields: Iterable[str], recipe: type[BaseModel]) -> str:
+    """Return the remedy for an unknown key at `path`: the nearest of `fields`, the keys of its own table. If none is
+    near, it is a key of the same name in another table."""
+    key, name = ".".join(path), path[-1]
+    remedy = suggestion(name, fields)
+    elsewhere = {each for each in _keys(recipe) if each != key and each.rpartition(".")[2] == name}
+    if remedy.startswith("known") and elsewhere:
+        nearest = sorted(elsewhere, key=lambda each: (not each.startswith(f"{path[0]}."), len(each), each))
+        return f"did you mean {' or '.join(map(repr, nearest[:3]))}?"
+    return remedy
+
+
+def _keys(model: type[BaseModel], above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
+    """Yield the dotted keys of all settings below `model`."""
+    for name, field in model.model_fields.items():
+        yield name
+        for inner in settings_in(field.annotation):
+            if inner not in above:
+                yield from (f"{name}.{key}" for key in _keys(inner, (*above, inner)))
 
 
 def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], str, Iterable[str]]:

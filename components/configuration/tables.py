@@ -17,6 +17,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.installation import CONFIGS
 from armature.components.contracts.settings import Settings
+from armature.components.machine.registry import suggestion
 
 LARGEST_FILE, DEEPEST = 2**22, 32
 """Limits on the bytes of a TOML file and on the parts of an override's dotted key."""
@@ -85,6 +86,15 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             explain(error, "extends", Extends), code=code_of(error), where=str(path), remedy=str(Extends.__doc__)
         ) from error
     extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
+    copied = [each / base.file for each in CONFIGS.glob("*/") if os.path.exists(each / base.file)]  # noqa: PTH110
+    if copied and not os.path.exists(extended):  # noqa: PTH110 (a name may be too long, which Path reports)
+        installed = copied[0].resolve().relative_to(CONFIGS).with_suffix("").as_posix()
+        raise ConfigurationError(
+            f"there is no {base.file!r} beside this copy of an installed recipe",
+            code="recipe_file_missing",
+            where=f"{path}, extends",
+            remedy=f'write extends = "{installed}"' + ', and the flow: flow = "train-vlm"' * ("flow" not in values),
+        )
     inherited = read_toml(extended, (*seen, path))
     chosen = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
     return merge(_without_other_environment(chosen, values), values)
@@ -127,12 +137,11 @@ class Extends(Settings):
 
 def _parse(path: Path) -> dict[str, Any]:
     """Return the values of one TOML file, without the values of the file that it extends."""
-    missing = ConfigurationError(
-        f"TOML config not found: {path}", code="recipe_file_missing", remedy="armature list shows what there is"
-    )
     try:
         if not path.exists():
-            raise missing
+            files = [each.name for each in path.parent.glob(f"*{SUFFIX}")]
+            remedy = suggestion(path.name, files) if files else "armature list shows what there is"
+            raise ConfigurationError(f"TOML config not found: {path}", code="recipe_file_missing", remedy=remedy)
         if not path.is_file():
             raise ConfigurationError("not a file", code="recipe_file_unreadable", where=str(path))
         return tomllib.loads(read_bytes(path, LARGEST_FILE).decode())

@@ -20,10 +20,18 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
     >>> suggestion("recal", ["colors", "recall"])
     "did you mean 'recall'? known: colors, recall"
+
+    A name may also be a part of a known name, or contain its initials, such as `lr` of `learning_rate`.
     """
     known = sorted(known)
     alike = [each for each in known if unicodedata.normalize("NFKC", name) == unicodedata.normalize("NFKC", each)]
-    for near in (alike or get_close_matches(name, known, n=1))[:1]:
+    initials = {"".join(word[:1] for word in each.split("_")): each for each in known if "_" in each}
+    short = [initials[word] for word in name.split("_") if len(word) > 1 and word in initials]
+    longer = sorted(
+        (each for each in known if len(name) > 2 and name in each),
+        key=lambda each: (not each.endswith(name), len(each)),
+    )
+    for near in (alike or short or get_close_matches(name, known, n=1) or longer)[:1]:
         differ = [pair for pair in zip(name, near, strict=False) if pair[0] != pair[1]]
         same_length = len(name) == len(near)  # letters of two alphabets may look the same
         escaped = alike or (same_length and not all(each.isascii() for pair in differ for each in pair))

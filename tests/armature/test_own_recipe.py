@@ -188,7 +188,7 @@ def test_invalid_own_recipe_is_an_error(project, printed, before, after, output)
 
 def test_missing_recipe_suggests_similar_name(project, printed):
     assert "first/recipes.toml" in printed("run", "first/recipes.toml")
-    assert "or give the path of a file" in printed("run", "first/recipe")
+    assert "'first/recipe.toml'" in printed("run", "first/recipe")
 
 
 @pytest.mark.parametrize("name", list(RECIPES))

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from armature.components.configuration import build_recipe, load_recipe, merge, parse_override, read_toml, recipe_path
+from armature.components.configuration import (
+    CONFIGS,
+    build_recipe,
+    load_recipe,
+    merge,
+    parse_override,
+    read_toml,
+    recipe_path,
+)
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments.openenv.settings import OpenEnvSettings
 from armature.components.rl.settings import TrainVLMSettings
@@ -128,6 +138,48 @@ def test_unknown_names_suggest_the_nearest():
         build_recipe("train/x", {}, where="test")
     with refused("unknown_section", "'trainr'", "'trainer'"):
         build_recipe("train-vlm/x", {"trainr": {}}, where="test")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "near"),
+    [
+        ("dice", "unknown_recipe", "'dice.toml'"),
+        ("dcie.toml", "recipe_file_missing", "'dice.toml'"),
+        ("colors", "unknown_recipe", "'train-vlm/colors'"),
+        ("train-vlm/colors.toml", "unknown_recipe", "'train-vlm/colors'"),
+        ("extended.toml", "recipe_file_missing", "'dice.toml'"),
+        ("copy.toml", "recipe_file_missing", 'extends = "_base/tiny-qwen2-vl"'),
+    ],
+)
+def test_unknown_file_suggests_what_is_there(tmp_path, monkeypatch, name, code, near):
+    monkeypatch.chdir(tmp_path)
+    Path("dice.toml").write_text('flow = "train-vlm"\nextends = "train-vlm/colors"\n')
+    Path("extended.toml").write_text('flow = "train-vlm"\nextends = "dcie.toml"\n')
+    shutil.copy(CONFIGS / "train-vlm/colors.toml", "copy.toml")
+    with refused(code, near):
+        load_recipe(name)
+    assert load_recipe("dice.toml").flow == "train-vlm"
+    Path("copy.toml").write_text(
+        Path("copy.toml").read_text().replace("../_base/tiny-qwen2-vl.toml", "_base/tiny-qwen2-vl")
+    )
+    assert load_recipe("copy.toml", ["flow=train-vlm"]).dump() == load_recipe("train-vlm/colors").dump()
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("trainer.lr=1", "'learning_rate'"),
+        ("trainer.max_lr=1", "'learning_rate'"),
+        ("trainer.steps=3", "'max_steps'"),
+        ("max_steps=5", "'trainer.max_steps'"),
+        ("seed=5", "'trainer.seed' or 'rollouts.seed'"),
+        ("trainer.temperature=1", "'rollouts.sampling.temperature'"),
+        ("evaluation.temperature=0", "did you mean 'evaluation.sampling.temperature'"),
+    ],
+)
+def test_unknown_key_suggests_what_was_meant(override, near):
+    with refused("unknown_section" if "." not in override else "extra_forbidden", near):
+        load_recipe("train-vlm/colors", [override])
 
 
 @pytest.mark.parametrize(
@@ -279,6 +331,8 @@ def test_stage_settings_are_built_once():
 def test_problems_of_all_sections_are_shown():
     with refused("extra_forbidden", "model.sauce", "trainer.max_steps"):
         load_recipe("train-vlm/colors", ["model.sauce=1", "trainer.max_steps=0"])
+    with refused("unknown_section", "'rolouts'", "'max_steps'", "model.sauce", "trainer.max_steps"):
+        load_recipe("train-vlm/colors", ["model.sauce=1", "trainer.max_steps=0", "rolouts.seed=1", "max_steps=3"])
 
 
 def test_another_package_adds_a_flow(tmp_path, monkeypatch):
