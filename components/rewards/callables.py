@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import marshal
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -61,7 +63,7 @@ class CallableReward:
 
     @property
     def sources(self) -> dict[str, str]:
-        """SHA-256 of the function's source text by a name. What the function calls or reads is not covered."""
+        """SHA-256 of the function's source text by a name. Code and values that it refers to are not covered."""
         return {f"reward {self.part} source only": sha256(_source(self._function)).hexdigest()}
 
     def check(self, answer: Any) -> None:
@@ -162,8 +164,18 @@ def _without_partial(function: Any) -> Any:
 
 
 def _source(function: Any) -> bytes:
-    """Return the source text of a function or of an object's class, or its compiled code where there is no text."""
-    plain = _without_partial(inspect.unwrap(function))
+    """Return the source text of a function or of an object's class, or its compiled code where there is no text.
+
+    It is followed by the arguments that `partial` has bound, if they are JSON.
+    """
+    bound = b""
+    if isinstance(function, partial):
+        with suppress(TypeError, ValueError):  # other values may print differently in the next run
+            bound = json.dumps([function.args, function.keywords], sort_keys=True).encode()
+    return _source_text(_without_partial(inspect.unwrap(function))) + bound
+
+
+def _source_text(plain: Any) -> bytes:
     if not (inspect.isroutine(plain) or inspect.isclass(plain)):
         plain = type(plain)
     try:

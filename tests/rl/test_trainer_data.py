@@ -196,11 +196,11 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
             {"train_dataset": rows(), "reward_funcs": letters, "config": MultimodalRLConfig(env_id="colors")},
         ),
         *(
-            ("number_out_of_bounds", (repr(value),), {"train_dataset": rows(), "reward_funcs": letters, name: given})
-            for name, given, value in (
-                ("eval_fraction", 1, 1),
+            ("number_out_of_bounds", (shown,), {"train_dataset": rows(), "reward_funcs": letters, name: value})
+            for name, value, shown in (
+                ("eval_fraction", 1, "1"),
                 ("eval_fraction", "0.1", "0.1"),
-                ("reward_weights", [float("nan")], float("nan")),
+                ("reward_weights", [float("nan")], "nan"),
             )
         ),
         ("dataset_missing", (), {"reward_funcs": letters}),
@@ -424,4 +424,5 @@ def test_sources_change_with_the_text_of_a_function() -> None:
         named.setdefault(str(number), []).append(CallableReward(scope["f"]).sources["reward f source only"])
     assert named["1"][0] == named["1"][1] != named["2"][0]
     assert CallableReward(letters).sources != CallableReward(later).sources
-    assert CallableReward(partial(later, answer="red")).sources["reward later source only"]
+    red, blue, same = (CallableReward(partial(later, answer=color)).sources for color in ("red", "blue", "red"))
+    assert red == same != blue and red.keys() == {"reward later source only"}
