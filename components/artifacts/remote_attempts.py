@@ -156,7 +156,7 @@ class RemoteAttempts:
         return max(saved, key=lambda each: each[1].steps, default=None)
 
     def remove(self, workspace: str) -> None:
-        """Delete the checkpoints of all attempts. Their numbers stay in use."""
+        """Delete the checkpoints of all attempts. No later attempt gets the number of an earlier one."""
         home = f"{ATTEMPTS}/{workspace}"
         for name in self._files.listed(home):
             if name.isdecimal():

@@ -362,8 +362,11 @@ class ArtifactStore:
             yield
 
     def _send(self, remote: RemoteStore, home: Path, adopt: bool = True) -> None:
-        """Send one artifact. If another machine was first, adopt that machine's artifact, or leave it for later if not
-        `adopt`."""
+        """Send one artifact.
+
+        Another machine may have sent an artifact under the same name before. With `adopt` that one replaces ours;
+        without `adopt` ours is not sent now.
+        """
         with raising_disk_full(self.root), self._sending(fcntl.LOCK_SH):
             record = read_record(home) if home.is_dir() else None
             if record is None or remote.url in record.pushed:  # set aside, discarded, or sent by another process

@@ -140,7 +140,7 @@ class TinyRecipe:
 
     Attributes:
         config, processor: build the Hugging Face objects from settings and tokenizer.
-        initialize: replaces initial weights with which the model could not learn to see.
+        initialize: overwrites random weights from which the model would not learn to use its images.
     """
 
     vocabulary: TinyVocabulary

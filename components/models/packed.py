@@ -124,10 +124,11 @@ GRIDS = (GRID, "image_grids")
 class Packing:
     """Layout of B rows of at most L tokens in a packed sequence of T tokens, which consists of S segments.
 
-    The last six attributes are filled by `complete_packing`.
+    `complete_packing` fills the attributes from `encoders` on.
 
     Attributes:
-        rows, columns: (T,) int64: a row and a column that have this packed token; other rows may share it.
+        rows, columns: (T,) int64: for each packed token the row and column of one place where it occurs. It occurs in
+            more rows if they share a prefix.
         places: (B, L) int64: packed token of each token of a row; 0 at padding.
         lengths: number of tokens of each segment, in order.
         keys, key_lengths: see `armature.components.models.packed_attention.Segments`.
@@ -308,7 +309,9 @@ def _check_blocks(blocks: Tensor, packing: Packing) -> None:
 def packed_states(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Packing, context: ContextParallel | None = None
 ) -> Tensor:
-    """Last hidden states of the packed tokens, (T, D); with `context`, of this rank's tokens, (t, D).
+    """Return the last hidden states of the packed tokens, (T, D).
+
+    If ranks share the sequence (`context`), the result has only the states of this rank's tokens, (t, D).
 
     Args:
         inputs: `input_ids` (B, L) and the inputs of the distinct images; with `context`, of the images that this rank

@@ -100,7 +100,7 @@ class IsolatedSettings(NamedReward):
 
 
 class CpuBoundSettings(IsolatedSettings):
-    """The settings of a reward with code of this project, whose time depends on the completion alone."""
+    """Settings of a reward that runs only this project's code, so that its CPU time depends only on the completion."""
 
     timeout: PositiveFloat = Field(10.0, le=3600)
     """Seconds of CPU time that one grade may take. A completion that needs more gets reward 0. A process that returns

@@ -27,7 +27,7 @@ ANSWERS = ("answer", "solution", "label")
 
 class _RowSettings(DatasetEnvironmentSettings):
     rewards: tuple[RewardSettings, ...] = ()
-    """Settings of the rewards that have a name. Empty if all rewards are functions of the program."""
+    """Settings of the rewards that are named by a text. Empty if the caller passes all rewards as Python functions."""
 
 
 @dataclass(frozen=True)

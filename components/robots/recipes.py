@@ -141,7 +141,7 @@ class TrainVla(Sections):
         _refuse_unnamed(self.policy)
 
     def refuse_ahead(self) -> None:
-        """Check the evaluation's episodes before anything is computed."""
+        """Check that the simulator can play the episodes of the evaluation, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
         if self.evaluation is not None and self.simulator is not None:
@@ -280,7 +280,7 @@ class TrainVlaRl(Sections):
         _refuse_unnamed(self.policy)
 
     def refuse_ahead(self) -> None:
-        """Check the episodes of rollouts and evaluation before anything is computed."""
+        """Check that the simulator can play the episodes of rollouts and evaluation, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
         from armature.components.robots.rl.schedule import refuse_groups
 
@@ -312,7 +312,7 @@ class EvaluateLibero(Sections):
         return self
 
     def refuse_ahead(self) -> None:
-        """Check the episodes before anything is computed."""
+        """Check that the simulator can play the episodes, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
         refuse_episodes(self.evaluation, self.simulator)

@@ -57,7 +57,7 @@ class ServiceClient:
         training: the model and how it is trained.
         machine: processes, GPUs, threads and timeouts.
         workspace: a folder that outlives the service, with its checkpoints and its log.
-        saved: called with the path of each checkpoint that is started.
+        saved: called with the path of each checkpoint as soon as the service begins to write it.
 
     Every method raises the error that the service raised: a DataError for an unusable batch, a ConfigurationError for a
     command out of order, and a TrainerError with the traceback or the end of the log if the service failed or died.

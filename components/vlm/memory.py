@@ -100,7 +100,7 @@ class MemoryEstimate:
 
     @property
     def trainer(self) -> int:
-        """Bytes of one rank on its device."""
+        """Return the estimated bytes that one rank of the trainer needs on its device."""
         gathered = self.gathered if self.shards > 1 else 0
         return self.weights + self.optimizer + gathered + self.activations + self.logits
 

@@ -236,9 +236,9 @@ class Publisher:
 
 
 class _FilesBeside:
-    """Takes the place of a processor when a checkpoint is saved.
+    """Is passed in place of a processor to the function that saves a checkpoint, which calls `save_pretrained`.
 
-    It links the processor's existing files and writes the adapters.
+    That links the processor's files, which exist already, into the new folder and writes the adapters beside them.
     """
 
     def __init__(self, folder: Path, adapter: Callable[[Path], None] | None) -> None:

@@ -202,7 +202,7 @@ class TrainerSettings(UpdateSettings):
     objective: Objective = PPO(name="ppo")
     """The loss and its parameters."""
     aggregation: Aggregation = "token"
-    """Reduction of the tokens' losses to one number: sum (mask_ratio as first published), token (mean over all tokens),
+    """Reduction of the tokens' losses to one number: sum (as mask_ratio was published), token (mean over all tokens),
     sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length))."""
     dr_grpo_length: PositiveInt | None = None
     """The constant length by which aggregation dr_grpo divides, usually the longest allowed completion."""

@@ -195,7 +195,7 @@ def test_encode_png_accepts_every_pillow_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_rejects_modes_without_a_value_range_and_empty_images(mode: str) -> None:
+def test_rejects_empty_images_and_modes_without_a_value_range(mode: str) -> None:
     with refused("image_mode_unsupported", mode):
         encode_png(pillow_images()["L"].convert(mode))
     with refused("image_empty"):

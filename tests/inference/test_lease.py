@@ -203,7 +203,7 @@ async def test_unnoticed_restart_gets_current_weights(join, checkpoint):
         assert texts(await ask_many(pool)) == {("b", 1)}
 
 
-async def test_foreign_weights_without_plug_in_end_the_use_of_the_server(join, checkpoint):
+async def test_pool_drops_a_server_whose_weights_another_client_replaced(join, checkpoint):
     (server,), pool = join(1, plain=True)
     async with pool:
         assert texts(await ask_many(pool)) == {("a", 0)}

@@ -39,7 +39,7 @@ def test_settings_are_complete_and_survive_json() -> None:
         ({"extract": "(a+)+"}, "string_pattern_mismatch", ["rewards.0.extract: "]),
     ],
 )
-def test_rejects_invalid_settings_with_their_key(values: dict[str, Any], code: str, shown: list[str]) -> None:
+def test_error_for_invalid_setting_names_the_setting(values: dict[str, Any], code: str, shown: list[str]) -> None:
     with pytest.raises(ValidationError) as error:
         Holder.model_validate({"rewards": [{"name": "exact_match", **values}]})
     explained = explain(error.value, "section", Holder)

@@ -58,7 +58,9 @@ class LegacySource:
 
 
 def _client(client: AsyncOpenAI) -> Any:
-    """Return the client in the form that the installed verifiers expects, and let it accept empty answers.
+    """Return the client in the form that the installed version of the package verifiers expects.
+
+    The client accepts empty answers.
 
     Version 0.1 calls the OpenAI client itself and accepts empty answers. Later versions wrap the client and raise an
     error for an empty answer.

@@ -22,7 +22,7 @@ RECORDED = "dataset"
 
 
 class FetchedDataset(FetchedFiles):
-    """Files of a remote LeRobot dataset. meta/stats.json is downloaded too, but does not count as content."""
+    """Files of a remote LeRobot dataset. The content digest leaves out meta/stats.json, which is downloaded too."""
 
     def names(self, part: str = "") -> list[str]:
         return [name for name in super().names(part) if belongs(name)]

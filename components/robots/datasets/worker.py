@@ -19,7 +19,10 @@ class MeasuringWorker:
         self._dataset = open_dataset(same_files(files, quick_digest, DownloadCache.standard()))
 
     def measure(self, first: int, last: int, numbers: list[str], images: list[str], every: bool) -> dict[str, Any]:
-        """Measure a unit, given by the fields of a `MeasurementUnit`. Return the result of `as_data`."""
+        """Compute the statistics of a part of the dataset, and return them as plain data (see `as_data`).
+
+        The arguments are the fields of a `MeasurementUnit`, which describes the part.
+        """
         return as_data(measure_unit(MeasurementUnit(first, last, tuple(numbers), tuple(images), every), self._dataset))
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class PackingSettings(Settings):
 
 
 class LearningRates(Settings):
-    """Peak learning rates; with adapters, vlm, vit and connector are the rates of the adapters there."""
+    """Peak learning rates. If adapters are trained, `vlm`, `vit` and `connector` are the rates of their adapters."""
 
     vlm: PositiveFloat = 1e-5
     """Text layers, embedding and output head."""

@@ -29,7 +29,7 @@ def test_both_sides_of_the_step_benchmark_do_equal_work():
     assert all(row["computed"] < row["trl_computed"] for row in rows)
 
 
-def test_both_sides_of_a_small_step_run(monkeypatch):
+def test_small_step_runs_in_trl_and_here(monkeypatch):
     for name, value in {"ROWS": 2, "TOKENS": 4, "STEPS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(trl_step, name, value)
     assert all(math.isfinite(row.ratio) for row in trl_step.measure())

@@ -207,7 +207,7 @@ WHOLE = {
         {"more": 1},
     ],
 )
-def test_reply_form_converts_nothing(change: dict[str, Any]) -> None:
+def test_reply_with_wrong_types_is_refused_and_not_converted(change: dict[str, Any]) -> None:
     adapter = TypeAdapter(Form)
     adapter.validate_python(WHOLE)
     with pytest.raises(ValidationError):

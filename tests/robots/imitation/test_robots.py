@@ -99,7 +99,7 @@ def test_rejects_norm_tag_with_another_horizon_than_the_dataset(
     assert fitting.horizon == 2
 
 
-def test_dataset_cameras_replace_missing_cameras_of_a_norm_tag(
+def test_cameras_of_the_dataset_are_used_if_those_of_the_norm_tag_are_missing(
     inputs: dict[str, Path],
     sources: tuple[DatasetSource, DatasetSource],
     statistics: dict[str, dict[str, object]],

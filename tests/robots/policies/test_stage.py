@@ -99,7 +99,7 @@ def test_tiny_policy_encodes_every_chunk_as_tokens(run: Callable[..., Path]) -> 
     assert np.abs(decoded.actions - normalized).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
 
 
-def test_stage_refers_to_a_folder_and_stores_its_tag(run: Callable[..., Path], folder: Path) -> None:
+def test_artifact_names_the_folder_and_the_norm_tag(run: Callable[..., Path], folder: Path) -> None:
     made = run(checkpoint_path=str(folder), norm_tag="kitchen")
     assert {file.name for file in made.iterdir()} == {"source.json", "policy.json"}
     loaded = load_policy(made)

@@ -195,7 +195,7 @@ def test_stored_values_come_from_the_rollout_weights(tmp_path: Path, start: Arti
     assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)
 
 
-def test_plays_rounds_until_enough_groups_differ(tmp_path: Path, start: Artifact) -> None:
+def test_plays_rounds_until_enough_groups_have_different_rewards(tmp_path: Path, start: Artifact) -> None:
     run = train(tmp_path, start, [Kitchen()], settings(max_rounds=4, max_steps=2))
     for step, row in enumerate(run.history.read(), start=1):
         played = read_rollouts(run.rollouts(step).path)

@@ -315,7 +315,10 @@ def _move(
 
 
 def _stacks(scene: PerturbedScene, ground: _Ground) -> list[_Stack]:
-    """Return the stacks of a scene. Objects in drawers, on fixtures or in the air belong to no stack and stay."""
+    """Return the scene's stacks, which are moved as a whole.
+
+    Objects in drawers, on fixtures or in the air belong to no stack and are not moved.
+    """
     scenery = set(scene.roots[scene.scenery].tolist())
     stacks: list[_Stack] = []
     higher: list[str] = []

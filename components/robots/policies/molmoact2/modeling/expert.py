@@ -253,7 +253,11 @@ class ActionExpert(nn.Module):
         return x, BlockInputs(condition, rope, context, steps)
 
     def read(self, block: ExpertBlock, x: Tensor, layer: KeyValue, inputs: BlockInputs) -> Tensor:
-        """Return the output (E x F, T, hidden) of `block`, which attends to a text layer's keys and values `layer`."""
+        """Return the output of `block`, (E x F, T, hidden), for E examples with F chunks each.
+
+        Args:
+            layer: keys and values of the text layer to which the block attends.
+        """
         keys, values = self._context(*joined_heads(layer), inputs.context)
         mask = inputs.context.valid[:, None, None, :]
         y: Tensor = block(x, block.modulation(inputs.condition), inputs.rope, keys, values, mask, inputs.valid)
