@@ -1,4 +1,4 @@
-"""Rewards that are functions of the running program, such as those of a script or of a notebook's cells."""
+"""Rewards that are functions of the running program, which may be a script or a notebook."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ONE, LIST = ("completion", "answer", "row"), ("completions", "prompts")
 class CallableReward:
     """A reward that calls a function in this process, which may be async. Two signatures are told apart by their names:
 
-    - `reward(completion, answer, row)` grades one completion and returns a number. It receives those of the three
-      arguments that it names.
+    - `reward(completion, answer, row)` grades one completion and returns a number. It receives those
+      arguments of the three that it names.
     - `reward(completions, **columns)` is TRL's: it receives lists of completions and of each column's values, and
       returns a list of numbers or None. The lists have one item, because each completion is graded as soon as it is
       sampled. None leaves this reward out of the completion's sum.
@@ -83,7 +83,7 @@ class CallableReward:
                     value = await value
         except RolloutFailed:
             raise
-        except Exception as error:  # a TimeoutError may also be the function's, such as that of a web request
+        except Exception as error:  # a TimeoutError may also be the function's, such as a web request's
             if limit.expired():
                 raise RolloutFailed("reward_timeout", f"no grade within {SECONDS:g} s") from None
             raise RolloutFailed("reward_error", said(error)) from error

@@ -321,8 +321,8 @@ class MultimodalGRPOTrainer:
         """Train until step `max_steps`, from the newest checkpoint if there is one, and return the last step's metrics.
 
         Raises:
-            ConfigurationError: no environment is set, rows and rewards do not fit, or they are others than those of
-                the training in the folder.
+            ConfigurationError: no environment is set, rows and rewards do not fit, or the training in the folder
+                has others.
             DataError: rows cannot be used.
             MismatchError: trainer and server do not agree on log-probs.
             ServerError: the server does not answer, or does not accept new weights.
