@@ -16,8 +16,8 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import regular
 
 TICK_S = 0.02
-"""Seconds that are longer than one clock tick of a local file system. Two changes this far apart have different
-times."""
+"""Time in seconds that is longer than one clock tick of a local file system. Two changes of a file that are this far
+apart get different timestamps."""
 
 
 @dataclass(frozen=True)
@@ -127,5 +127,5 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
 
 @cache
 def _collect(folder: Path) -> None:
-    """Remove temporary folders that killed processes left, once per folder and process."""
+    """Remove temporary folders that killed processes left in `folder`. Each process does this once per folder."""
     collect(folder)

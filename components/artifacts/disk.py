@@ -25,8 +25,8 @@ from armature.components.contracts.errors import ConfigurationError, StoreError
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a full disk: no space, quota exceeded, file too large."""
 UNLOCKED_SECONDS = 7 * 86400.0
-"""Age in seconds from which a hidden sibling without a lock file is removed. A writer that has just begun has none
-yet."""
+"""Age in seconds after which a hidden sibling without a lock file is removed. A younger one may belong to a writer that
+has not made its lock file yet."""
 LOCK, CONTENT = "lock", "content"
 """Names of the lock file and of the unfinished data inside a hidden sibling."""
 
@@ -241,8 +241,8 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def _remove_left(home: Path) -> None:
-    """Remove hidden siblings that killed writers of `home` left. A folder without a lock file may belong to another
-    program."""
+    """Remove the hidden siblings of `home` whose writers were killed. A folder without a lock file is kept, since it
+    may belong to another program."""
     for left in home.parent.glob(f".{glob.escape(home.name)}-*"):
         with suppress(FileNotFoundError):  # another process removes it as well
             if (left / LOCK).exists():
@@ -259,6 +259,6 @@ def _remove_abandoned(work: Path) -> bool:
 
 
 def _free(where: Path) -> str:
-    """Free space of the disk that holds `where`, such as `120 MiB free`."""
+    """Return the free space of the disk that holds `where` as text, such as `120 MiB free`."""
     there = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
     return f"{shutil.disk_usage(there).free / 2**20:.0f} MiB free"

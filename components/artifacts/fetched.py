@@ -27,7 +27,8 @@ from armature.components.contracts.installation import install_command
 BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
 """Options with which fsspec reads parts of a file: in blocks of 1 MiB, the last 8 of which are kept in memory."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
-"""Keys under which file systems report a value that changes with a file's content, best first."""
+"""Names of the values, in what a file system reports about a file, that change with the file's content. The best name
+comes first."""
 
 
 class RemoteFile(BaseModel):
@@ -67,8 +68,8 @@ class FetchedFiles:
 
     @classmethod
     def opened(cls, url: str, listing: FileListing, cache: DownloadCache) -> Self:
-        """Files below `url` as listed. The local folder depends on the listed versions, so files of a changed bucket
-        are not mixed with older ones."""
+        """Return the files below `url` that `listing` lists. The name of the local folder depends on the listed
+        versions, so files of a changed bucket are not mixed with older ones."""
         content = listing_digest({name: entry.version for name, entry in listing.files.items()})
         return cls(url, listing, fetched_home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
 
@@ -89,7 +90,7 @@ class FetchedFiles:
         return listing_digest({name: f"{files[name].size} {files[name].version}" for name in self.names()})
 
     def quick_digest(self) -> str:
-        """The same as `digest`, since nothing has to be read for it."""
+        """Return `digest()`, which is quick here because no file has to be read for it."""
         return self.digest()
 
     def path(self, name: str | PurePosixPath) -> Path:
@@ -101,7 +102,7 @@ class FetchedFiles:
         return self.fetch(name)
 
     def fetch(self, name: str | PurePosixPath, callback: fsspec.Callback = NO_CALLBACK) -> Path:
-        """Like `path`, with a callback.
+        """Return the local path of a file, after fetching it if necessary. Progress is reported to `callback`.
 
         Args:
             callback: is called for every part that arrives; an exception that it raises ends the fetching.
@@ -143,11 +144,11 @@ class FetchedFiles:
             yield file
 
     def version(self, name: str | PurePosixPath) -> str:
-        """A text that changes when the content of this file changes."""
+        """Return a text that changes whenever the content of this file changes."""
         return f"{self.url}\0{name}\0{self._entry(name)}"
 
     def _entry(self, name: str | PurePosixPath) -> RemoteFile:
-        """Listed size and version of a file. Raises a DataError if the dataset has no such file."""
+        """Return size and version of a file from the listing. Raise a DataError if the dataset has no such file."""
         entry = self.listing.files.get(str(name))
         if entry is None:
             raise DataError(f"the dataset has no file {str(name)!r}", code="remote_file_missing", where=self.url)
@@ -159,8 +160,8 @@ class FetchedFiles:
 
     @contextmanager
     def _reserved(self, name: str, entry: RemoteFile) -> Iterator[None]:
-        """Reserve the bytes of a file within the dataset's limit while the block fetches it. Files that other processes
-        are fetching count, too.
+        """Count the bytes of a file toward the dataset's limit while the block fetches the file. Files that other
+        processes are fetching count, too.
 
         Raises:
             DataError: the dataset would exceed its limit.
@@ -216,12 +217,12 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock_name(name: str) -> str:
-    """Name of the lock file that exists while a remote file is being fetched."""
+    """Return the name of the lock file that exists while the remote file `name` is being fetched."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def listing_digest(digests: Mapping[str, str]) -> str:
-    """Return the SHA-256 over the names of files and the digest or version of each file."""
+    """Return the SHA-256 over all file names, each with the digest or version of its file."""
     listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
@@ -285,6 +286,6 @@ def _remote_file(facts: Mapping[str, Any], where: str) -> RemoteFile:
 
 
 def fetched_home(url: str, cache: DownloadCache) -> Path:
-    """Local folder of the files fetched from `url`, with a readable name."""
+    """Return the local folder for the files fetched from `url`. A person can recognize the URL in the folder's name."""
     readable = re.sub(r"[^\w.-]+", "-", url)[-60:].strip("-")
     return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

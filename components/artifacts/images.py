@@ -39,9 +39,11 @@ _TURNED: dict[object, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transformation that makes an image upright, by its EXIF orientation; 1 is upright already."""
+"""Pillow's transformation that makes an image upright, by the image's EXIF orientation. Orientation 1 is upright
+already."""
 _KEY_SCALES = {"L;2": 85, "L;4": 17}
-"""Factors of a PNG's transparent gray value: Pillow scales 2- and 4-bit gray pixels to 0..255, but not that value."""
+"""Factors for the transparent gray value of a PNG, by bit depth. Pillow scales 2- and 4-bit gray pixels to 0..255, but
+does not scale that value."""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -142,14 +144,14 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
-"""Pillow's name of each supported format, by media type."""
+"""Supported image formats: Pillow's name of the format, by media type."""
 MAX_BYTES = 32 * 2**20
-"""Largest number of bytes of an encoded image."""
+"""Largest allowed size of an encoded image, in bytes."""
 MAX_PIXELS = 64 * 10**6
-"""Largest number of pixels of an image."""
+"""Largest allowed number of pixels of an image."""
 MAX_SCANNED = 100 * MAX_PIXELS
-"""Largest number of pixels times scans of a progressive JPEG. Each scan passes over all pixels but may have few
-bytes."""
+"""Largest allowed product of pixels and scans of a progressive JPEG. Decoding a scan takes time for all pixels,
+although the scan may have few bytes."""
 LARGE_PIXELS = 2**22
 """Images with more pixels are decoded one at a time; the largest needs about 1 GB while it is decoded."""
 COMPRESSION = 1
@@ -345,22 +347,23 @@ class ImageStore:
         return image.data
 
     def open(self, ref: ImageRef) -> Image.Image:
-        """Return the pixels of an image, see `decode`."""
+        """Read an image and return its pixels as `decode` does."""
         return decode(EncodedImage(self.read(ref), ref.media_type))
 
 
 # --- Archive of one artifact's images, for the remote store ---
 
 PART_BYTES = 64 * 2**20
-"""Bytes of unpacked images that are written together, so that one wait for the disk covers many images."""
+"""Number of bytes of unpacked images that are written together. One wait for the disk then covers many images."""
 _NAME = re.compile(r"([0-9a-f]{64})\.(png|jpeg|webp)")
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""The same date for every member, so that equal references give equal bytes."""
+"""Date of every file in an archive. It is always the same, so archives of equal images have equal bytes."""
 _MEDIA_TYPES = {name.lower(): media_type for media_type, name in FORMATS.items()}
 
 
 def image_refs(folder: Path) -> list[ImageRef]:
-    """Return the images that the tables in `folder` refer to, each once, with width and height set to 0."""
+    """Return references to all images that the tables in `folder` show. Each image is returned once; width and height
+    of the references are 0."""
     seen: set[tuple[str, str]] = set()
     for path in sorted(folder.rglob("*.parquet")):
         lists = [field for field in pq.read_schema(path) if pa.types.is_list(field.type)]
@@ -373,8 +376,8 @@ def image_refs(folder: Path) -> list[ImageRef]:
 
 
 def write_archive(images: ImageStore, refs: Iterable[ImageRef], target: Path, say: Callable[[str], None]) -> None:
-    """Write images to an uncompressed ZIP archive, under their names in the image store. Equal references give equal
-    bytes.
+    """Write images to an uncompressed ZIP archive, under their file names in the image store. The same references
+    always give the same bytes.
 
     Args:
         say: receives a message if some images are no longer in the store.

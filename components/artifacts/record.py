@@ -21,8 +21,8 @@ from armature.components.contracts.errors import DataError
 MAX_NAMES = 5
 """Largest number of file names that an error message lists."""
 SETTLED_NS = 2 * 10**9
-"""A file that changes in the same clock tick in which it is read looks unchanged. So a recorded state is trusted only
-if the file was last changed at least this long before the record was written."""
+"""Least time in nanoseconds between a file's last change and the writing of a record that trusts the file's state. A
+file that changes in the same clock tick in which it is read would look unchanged."""
 
 
 class FileState(NamedTuple):
@@ -59,7 +59,7 @@ class Record(BaseModel):
 
     @property
     def md5s(self) -> dict[str, str]:
-        """MD5 of each file, by relative path."""
+        """Return the MD5 of each file, by its path relative to the artifact's folder."""
         return {name: md5 for name, (md5, _) in self.files.items()}
 
 
@@ -116,7 +116,8 @@ def scan_files(folder: Path, previous: Record | None = None, links: bool = False
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Describe which files were changed, added or removed between two listings, each the MD5 by relative path."""
+    """Describe which files were changed, added or removed between two listings. A listing has the MD5 of each file by
+    relative path."""
     groups = {
         "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
         "added": sorted(now.keys() - before.keys()),

@@ -27,7 +27,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 MARKER = "artifact.json"
 DIGESTS = "digests"
 NO_STAGES = frozenset({ATTEMPTS, DIGESTS, "images", "remote", "replaced", "workspaces"})
-"""Folders of a local or remote store that do not belong to a stage."""
+"""Names of folders in a local or remote store that do not contain artifacts of a stage."""
 ARCHIVE = "images.zip"
 _SHORTENED = re.compile(r"[0-9a-f]{6,32}(\.dir)?")
 _PLAIN = r"^\w[\w.-]*$"
@@ -121,7 +121,8 @@ class RemoteStore:
         return marker
 
     def _send_copy(self, home: str, folder: Path, record: Record, copy_id: str) -> RemoteMarker:
-        """Send the files of one copy that the remote lacks. Return the marker that makes the copy the artifact."""
+        """Send those files of one copy of an artifact that the remote lacks. Return the marker to be created
+        afterwards, which makes this copy the artifact."""
         files = {name: (md5, state.size) for name, (md5, state) in record.files.items()}
         contents = {md5: folder / name for name, (md5, _) in files.items()}
         images, refs = None, image_refs(folder)

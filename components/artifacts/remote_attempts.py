@@ -35,16 +35,16 @@ from armature.components.contracts.files import confined
 ATTEMPTS = "attempts"
 NEWEST = "newest.json"
 ATTEMPT_FILE = ".attempt"
-"""Name of the file in a workspace that holds the workspace's attempt."""
+"""Name of the file in a workspace that describes the attempt (`RemoteAttempt`) the workspace belongs to."""
 POLL_S = 0.5
-"""Seconds between two looks whether a checkpoint is complete."""
+"""Seconds between two checks whether a checkpoint is complete."""
 INCOMPLETE_S = 3600.0
 """Seconds after which an incomplete checkpoint is given up."""
 _STEP = re.compile(r"step-(\d+)")
 
 
 class RemoteAttempt(BaseModel):
-    """One attempt: a process of a machine that makes an artifact.
+    """One attempt at making an artifact, by one process on one machine.
 
     Attributes:
         id: random name of the attempt.
@@ -150,7 +150,8 @@ class RemoteAttempts:
         self.say(f"sent the checkpoint of step {_steps(checkpoint)} to the remote store")
 
     def _newest_checkpoint(self, homes: list[str]) -> tuple[str, NewestCheckpoint] | None:
-        """Return the newest checkpoint in these remote folders and its folder, or None."""
+        """Return the newest checkpoint in these remote folders, together with the folder it is in. Return None if no
+        folder has one."""
         read = [(home, self._files.read(f"{home}/{NEWEST}", NewestCheckpoint)) for home in homes]
         saved = [(home, newest) for home, newest in read if newest is not None]
         return max(saved, key=lambda each: each[1].steps, default=None)
@@ -168,7 +169,8 @@ class RemoteAttempts:
         return CheckpointSender(self, workspace, attempt, before)
 
     def _current_attempt(self, workspace: Path) -> RemoteAttempt | None:
-        """Return the attempt that a workspace belongs to, if the remote store knows it; else None."""
+        """Return the attempt that a workspace belongs to. Return None if there is no such attempt or the remote store
+        does not know it."""
         try:
             mine = RemoteAttempt.model_validate_json((workspace / ATTEMPT_FILE).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -177,7 +179,7 @@ class RemoteAttempts:
         return mine if self._files.read(name, RemoteAttempt) == mine else None
 
     def _attempts(self, home: str) -> list[RemoteAttempt]:
-        """Return all attempts in a remote folder."""
+        """Return all attempts that are registered in the remote folder `home`."""
         names = [name for name in self._files.listed(home) if name.endswith(".json")]
         read = (self._files.read(f"{home}/{name}", RemoteAttempt) for name in names)
         return [attempt for attempt in read if attempt is not None]
@@ -262,7 +264,8 @@ class CheckpointSender:
             thread.join()
 
     def _deliver(self, checkpoint: Path, best: Path | None) -> None:
-        """Wait until a checkpoint is complete, then send it unless a newer one is complete."""
+        """Wait until a checkpoint is complete, then send it. It is not sent if a newer checkpoint is complete by
+        then."""
         until = time.monotonic() + INCOMPLETE_S
         while not checkpoint.is_dir():
             if self._ended or time.monotonic() > until:
@@ -284,8 +287,9 @@ class CheckpointSender:
                 )
 
     def _snapshot(self, checkpoint: Path, best: Path | None, folder: Path) -> str:
-        """Link all files into `folder`, since the trainer may delete old checkpoints and replace the best one. Return
-        the checkpoint's relative path."""
+        """Collect the files to send in `folder`, since the trainer may delete old checkpoints and replace the best one.
+        The checkpoint and the best weights are hard links; the other files of the workspace are copies. Return the
+        checkpoint's path relative to the workspace."""
         name = checkpoint.resolve().relative_to(self._workspace).as_posix()
         link_folder(checkpoint, folder / name)
         if best is not None and best.is_dir():
@@ -297,7 +301,8 @@ class CheckpointSender:
 
 
 def _steps(checkpoint: str) -> int:
-    """Number of steps in the name of a checkpoint's folder; -1 if it is not named like one."""
+    """Return the number of training steps that the name of a checkpoint's folder states, or -1 for a folder with
+    another name."""
     matched = _STEP.fullmatch(checkpoint.rpartition("/")[2])
     return int(matched[1]) if matched else -1
 

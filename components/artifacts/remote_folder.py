@@ -30,11 +30,11 @@ ResultT = TypeVar("ResultT")
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Seconds to wait before each retry of a request."""
+"""Seconds to wait before each retry of a failed request, one number per retry."""
 CONCURRENT = 32
-"""Largest number of requests at a time."""
+"""Largest number of requests that are made at the same time."""
 DOCUMENT_BYTES = 64 * 2**20
-"""Largest JSON document that is read; one that lists 100,000 files has 15 MB."""
+"""Largest size in bytes of a JSON document that is read. A document that lists 100,000 files has 15 MB."""
 NOT_RETRIED = (
     ArmatureError,
     InterruptedError,
@@ -46,20 +46,20 @@ NOT_RETRIED = (
     ValueError,
     TypeError,
 )
-"""Errors that are not retried, since waiting does not help: a missing bucket, a wrong key, a fetch that its user
-stopped."""
+"""Error classes for which a request is not retried, since waiting does not help: a missing bucket, a wrong key, or a
+fetch that its user stopped."""
 PACKAGES = {
     "s3": install_command("s3"),
     **dict.fromkeys(("gs", "gcs"), "pip install gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss"), "pip install adlfs"),
 }
-"""Command that installs the client of each URL scheme."""
+"""Command that installs the client package for a URL scheme, by scheme."""
 NOT_SENT = frozenset({"ParamValidationError", "OfflineModeIsEnabled"})
-"""Class names of client errors that mean a request was never sent."""
+"""Names of client error classes that mean the request was never sent."""
 RETRIED_STATUSES = frozenset({408, 425, 429})
 """HTTP statuses from 400 to 499 that are retried; all others are refusals."""
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "RefreshError"})
-"""Class names of errors about credentials; by name, since the clients may not be installed."""
+"""Names of error classes about missing or wrong credentials. Names are used since the clients may not be installed."""
 NO_CALLBACK = fsspec.callbacks.NoOpCallback()
 
 
@@ -209,8 +209,8 @@ class RemoteFiles:
         return answers[0]
 
     def _request_all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
-        """Make every call, and repeat those that fail. The waits start again from the shortest while some calls
-        succeed."""
+        """Make every request, and repeat those that fail. As long as some of the repeated requests succeed, the next
+        wait is the shortest one again."""
         waits = iter(RETRY_WAITS_S)
         with ThreadPoolExecutor(min(CONCURRENT, max(1, len(calls))), thread_name_prefix="remote") as pool:
             while calls:
@@ -303,7 +303,7 @@ class RemoteFolder(RemoteFiles):
         self._request(self._filesystem.pipe_file, self._path(name), document.model_dump_json().encode())
 
     def listed(self, folder: str) -> list[str]:
-        """Names directly below `folder`, sorted."""
+        """Return the sorted names of files and folders directly below `folder`."""
         return sorted(self._relative_names(folder, self._request(self._entries, folder)))
 
     def put(self, folder: str, files: Mapping[str, Path]) -> Collection[str]:
@@ -379,7 +379,7 @@ class RemoteFolder(RemoteFiles):
             return
 
     def _request_all(self, request: Callable[..., object], calls: list[tuple[Any, ...]]) -> None:
-        """Like `RemoteFiles._request_all`, but errors of the client become StoreErrors."""
+        """Make every request with the same retries as `RemoteFiles`. Errors of the client are raised as StoreErrors."""
         try:
             super()._request_all(request, calls)
         except ArmatureError:
@@ -445,7 +445,7 @@ def _other_size(path: str, size: int, listed: int) -> DataError:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """True if retrying cannot help."""
+    """Check that an error is one that would occur again at a retry."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     refused = 400 <= status < 500 and status not in RETRIED_STATUSES
     return refused or isinstance(error, NOT_RETRIED) or type(error).__name__ in NOT_SENT | NO_CREDENTIALS

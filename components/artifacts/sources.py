@@ -22,16 +22,16 @@ from armature.components.machine.project import project_path
 # --- The digest of a module's code ---
 
 OURS = "armature"
-"""The package of this project. Of its code only environments and rewards enter digests, by what they import; stages
-have versions instead."""
+"""Name of this project's package. Only its environments and rewards enter digests, and only if they are imported; its
+stages have versions instead."""
 ENVIRONMENTS_HERE, REWARDS_HERE = "armature.components.environments", "armature.components.rewards"
 INSTALLED = ("site-packages", "dist-packages")
-"""Folder names that mark installed packages."""
+"""Names of folders into which installers put packages."""
 SMALL = 2**20
-"""Files with fewer bytes are hashed again each time; digests of larger ones are cached."""
+"""Size in bytes below which a file is hashed again each time. The digests of larger files are cached."""
 
 _digests: dict[str, tuple[ModuleSpec | None, str]] = {}
-"""Module spec and digest by module name, so that a loaded module keeps its digest."""
+"""Cache of code digests by module name, each with the module's spec. A module that stays loaded keeps its digest."""
 
 
 def code_digest(module: str) -> str:
@@ -60,7 +60,7 @@ def has_code(module: str) -> bool:
 
 
 def _files(module: str) -> dict[str, Path]:
-    """Every file that enters the digest of `module`, by a name that is the same on every machine."""
+    """Return every file that enters the digest of `module`. The keys are names that are the same on every machine."""
     files: dict[str, Path] = {}
     seen: set[str] = set()
     packages: set[str] = set()
@@ -119,7 +119,8 @@ def _installed(file: Path) -> bool:
 
 @cache
 def _recorded(home: Path) -> frozenset[str]:
-    """Names directly in `home` that are listed in the RECORD files of installed distributions."""
+    """Return the names of files and folders directly in `home` that belong to installed distributions, according to the
+    distributions' RECORD files."""
     lists = (record.read_text(errors="replace").splitlines() for record in home.glob("*.dist-info/RECORD"))
     return frozenset(line.partition(",")[0].partition("/")[0] for lines in lists for line in lines)
 
@@ -173,8 +174,8 @@ def _absolute_name(node: ast.ImportFrom, package: str) -> str:
 
 
 def _named_files(texts: set[str], folder: Path, below: bool) -> Iterator[tuple[str, Path]]:
-    """Yield files whose paths relative to `folder` are among `texts`; with `below`, also files anywhere below it by
-    name."""
+    """Yield the files whose paths relative to `folder` are among `texts`, each after its name. With `below`, also yield
+    every file anywhere below `folder` whose file name is among `texts`."""
     for text in sorted(texts):
         if "\0" not in text and not text.startswith(("/", "~")) and _is_file(folder / text):
             yield text, folder / text
@@ -204,7 +205,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file. For a large file it may come from the cache."""
     return sha256(path.read_bytes()).hexdigest() if path.stat().st_size < SMALL else file_sha256(path)
 
 
@@ -214,8 +215,8 @@ LONGEST_PATH = 4096
 
 
 def named_files(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of the files and folders whose paths appear among `arguments`, as `{"data": digest}`; {} if
-    there are none.
+    """Return one digest of all files and folders whose paths appear among `arguments`, as `{"data": digest}`. Return {}
+    if no path appears.
 
     A text counts as a path if it contains a slash or has a suffix, so that a word is not taken for a folder of that
     name.
@@ -232,7 +233,8 @@ def named_files(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Versions of installed distributions by name; an empty string for one that is not installed."""
+    """Return the version of each distribution, by name. The version is an empty string if the distribution is not
+    installed."""
 
     def installed(name: str) -> str:
         try:

@@ -47,7 +47,7 @@ from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.stages import Artifact
 
 RETRY_AFTER_S = 600.0
-"""Seconds without another try after a remote store did not take an artifact."""
+"""Seconds in which nothing is sent after a remote store has failed to take an artifact."""
 
 
 class ArtifactStore:
@@ -333,12 +333,14 @@ class ArtifactStore:
         return Artifact(kind=stage, path=home, digest=record.digest)
 
     def _waiting(self) -> list[Path]:
-        """Files that note which artifacts the remote lacks: `<stage>/<fingerprint>` with the id of the copy to send."""
+        """Return the notes about artifacts that the remote lacks. A note is a file named `<stage>/<fingerprint>`; it
+        contains the id of the copy to send."""
         paths = self.remote.state.glob("waiting/*/*") if self.remote else ()
         return sorted(path for path in paths if not path.name.startswith("."))  # hidden files are still being written
 
     def _copy_id(self, remote: RemoteStore, home: Path) -> str:
-        """Return the random id of this machine's copy of an artifact; it is stored in the note of `_waiting`."""
+        """Return the random id of this machine's copy of an artifact. The id is stored in the note that the artifact
+        waits to be sent."""
         path = remote.state / "waiting" / home.parent.name / home.name
         try:
             return path.read_text()
@@ -351,8 +353,8 @@ class ArtifactStore:
 
     @contextmanager
     def _sending(self, kind: int) -> Iterator[None]:
-        """Hold the lock for sending: LOCK_SH to send, which many processes may do at once, LOCK_EX to move
-        artifacts."""
+        """Hold the lock for sending during the block. With LOCK_SH the block may send artifacts, which many processes
+        may do at once. With LOCK_EX it may move artifacts, while no process sends."""
         folder = self.root / "remote"
         with raising_store_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
@@ -393,7 +395,8 @@ class ArtifactStore:
         (remote.state / "waiting" / home.parent.name / home.name).unlink(missing_ok=True)
 
     def _or_warn(self, send: Callable[[], object]) -> bool:
-        """Call `send`. If the remote fails, print a warning, return False, and make no other try for RETRY_AFTER_S."""
+        """Call `send` and return True. If it raises an error, print a warning and return False. If the remote did not
+        answer, nothing more is sent for RETRY_AFTER_S."""
         try:
             send()
         except (StoreError, DataError) as error:
@@ -441,8 +444,8 @@ class ArtifactStore:
         )
 
     def _write_record(self, home: Path, record: Record) -> None:
-        """Write the record of a new artifact, unless another writer was first: then the record does not describe its
-        files."""
+        """Write the record of a new artifact. If another writer was first, the record would not describe the files, so
+        nothing is written."""
         if FileState.of(home / MANIFEST) == record.files[MANIFEST][1]:
             write_record(home, record)
 

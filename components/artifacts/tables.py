@@ -15,12 +15,12 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
 
 NAME_KEY, VERSION_KEY = b"armature.schema", b"armature.schema_version"
-"""Keys of the table's name and version in the Parquet metadata."""
+"""Keys in the Parquet metadata under which a table's name and version are stored."""
 
 IMAGE_REF = pa.struct(
     [("sha256", pa.string()), ("media_type", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
 )
-"""Column type of a reference to an image in the image store."""
+"""Arrow type of a column whose values are references to images in the image store."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TableSchema:
 
     @property
     def stored(self) -> pa.Schema:
-        """The Arrow schema with name and version as metadata, as it is written to the file."""
+        """Return the Arrow schema that is written to the file. Its metadata has the table's name and version."""
         return self.schema.with_metadata({NAME_KEY: self.name.encode(), VERSION_KEY: str(self.version).encode()})
 
 
@@ -105,11 +105,12 @@ def read_table(
 # --- Parquet files that other programs wrote ---
 
 MIN_LIMIT_BYTES = 3 * 2**26
-"""Bytes that any file may decode to, however small it is."""
+"""Number of decoded bytes that any Parquet file is allowed, however small the file is."""
 MAX_RATIO = 200
-"""Decoded bytes allowed per byte of a larger file: more than texts written by people compress to."""
+"""Number of decoded bytes that a larger Parquet file is allowed per byte of the file. Texts written by people compress
+less than this."""
 BATCH_BYTES = 2**28
-"""Largest number of decoded bytes in one batch."""
+"""Largest size of one record batch after decoding, in bytes."""
 
 
 def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choice: Any) -> Iterator[pa.RecordBatch]:

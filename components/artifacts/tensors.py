@@ -15,9 +15,9 @@ from armature.components.contracts.errors import DataError, StoreError
 from armature.components.contracts.files import bare_name, read_bytes, regular
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""(dtype, shape) of each tensor, by tensor name; dtypes as safetensors writes them, such as `BF16`."""
+"""Dtype and shape of each tensor, by tensor name. Dtypes are written as in safetensors, such as `BF16`."""
 INDEX = "model.safetensors.index.json"
-"""Name of the file that maps tensor names to files in a checkpoint of several files."""
+"""Name of the index file of a checkpoint with several files. It says which file holds each tensor."""
 _REMEDY = "fetch or save the checkpoint again"
 
 
@@ -54,7 +54,8 @@ def new_checkpoint_folder(folder: Path) -> Iterator[Path]:
 
 
 def shard_names(index: Path) -> dict[str, str]:
-    """Return the file that holds each tensor, by tensor name, as `index` (model.safetensors.index.json) lists them.
+    """Read a checkpoint's `index` (model.safetensors.index.json). Return the name of the file that holds each tensor,
+    by tensor name.
 
     Raises:
         DataError: `index` is not an index of safetensors files, or it names a file in another folder.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 Features: TypeAlias = "Mapping[str, Tensor]"
 """All outputs of an image processor for one image, by name."""
 Join: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Features]], Tensor]"
-"""Function that joins one output across images."""
+"""Function that joins one output of an image processor across images. It gets the output for each image, and all
+outputs of each image."""
 
 
 def cat(parts: Sequence[Tensor], features: Sequence[Features]) -> Tensor:

@@ -94,7 +94,8 @@ def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
 
 
 def _mrope(settings: TinySettings) -> dict[str, Any]:
-    """Split the rotary frequencies among time, height and width, about 1 : 1.5 : 1.5 as in the real models."""
+    """Return how many rotary frequencies stand for time, height and width, about 1 : 1.5 : 1.5 as in the real
+    models."""
     half = settings.hidden_size // settings.heads // 2
     spatial = (half - half // 4) // 2
     return {

@@ -151,7 +151,7 @@ class TinyRecipe:
 
 
 def vision_sizes(settings: TinySettings) -> dict[str, int]:
-    """Entries that most vision configurations have in common."""
+    """Return the configuration entries that most vision towers have in common."""
     return {
         "hidden_size": settings.vision_hidden_size,
         "intermediate_size": settings.vision_intermediate_size,
@@ -161,7 +161,7 @@ def vision_sizes(settings: TinySettings) -> dict[str, int]:
 
 
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
-    """Entries that all language-model configurations have in common."""
+    """Return the configuration entries that all language models have in common."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
@@ -184,7 +184,7 @@ _PARTS = (
     "{%- if part['type'] in ('image', 'image_url') -%}{{ 'IMAGE' }}{%- else -%}{{ part['text'] }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
 )
-"""Jinja macro that renders content, a string or a list of parts."""
+"""Jinja macro that renders the content of a message, which is a string or a list of parts."""
 _CHATML = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}{{ render(message['content']) }}{{ '<|im_end|>\\n' }}"
@@ -237,5 +237,6 @@ def gemma(image: str) -> str:
 
 
 def _template(image: str, body: str) -> str:
-    """Return the macro and a template, in which `image` stands for one image."""
+    """Return a chat template: the macro for message contents, followed by `body`. `image` is the text that stands for
+    one image."""
     return _PARTS.replace("IMAGE", image.replace("\n", "\\n")) + body

@@ -36,7 +36,8 @@ def image_attention(config: PreTrainedConfig) -> ImageAttention | None:
 
 
 def choose_image_attention(config: PreTrainedConfig, chosen: ImageAttention | None) -> None:
-    """Write the chosen kind into a configuration that is going to be saved; None leaves it as it is.
+    """Write the chosen kind of image attention into a configuration before it is saved. With None, the configuration is
+    not changed.
 
     Raises:
         ConfigurationError: the family supports only one kind.
@@ -101,8 +102,8 @@ def apply_image_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _causal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook for causal image attention: replace type ids. In training mode transformers requires them, so
-    zeros are passed; otherwise none."""
+    """Forward pre-hook for causal image attention: replace the type ids, which would mark image tokens. In training
+    mode transformers requires type ids, so zeros are passed; otherwise None is passed."""
     parameters = signature(module.forward).parameters
     zeros = torch.zeros_like(kwargs["input_ids"]) if module.training and kwargs.get("input_ids") is not None else None
     return args, kwargs | {name: zeros for name in _TYPE_IDS if name in parameters}
@@ -166,7 +167,8 @@ def attention_blocks(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> 
 
 
 def image_blocks(ids: Tensor, types: Tensor, grids: Tensor, config: Any) -> Tensor:
-    """For each Molmo2 token the number of its image, (B, L) int64, counted over the batch; -1 on text.
+    """Return the number of the image that each Molmo2 token belongs to, (B, L) int64. Images are numbered over the
+    whole batch; text has -1.
 
     Patch tokens belong to the images in order. Among an image's other tokens, start tokens come before its patches, and
     the ends of rows and of crops after them.

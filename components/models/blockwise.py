@@ -15,7 +15,8 @@ from armature.components.contracts.errors import ConfigurationError
 # --- Block-wise quantization ---
 
 CHUNK = 2**24
-"""Numbers quantized at a time, a multiple of every block size, so that a large tensor needs little extra memory."""
+"""Number of values that are quantized at a time, so that a large tensor needs little extra memory. It is a multiple of
+every block size."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Codes:
         return ceil(numbers / self.block)
 
     def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of the code nearest to value / scale (uint8, in the tensor's shape) and the scales
-        (fp32)."""
+        """Return for each value the index of the code nearest to value / scale (uint8, in the tensor's shape), and the
+        scale of each block (fp32)."""
         flat, block = tensor.detach().reshape(-1), self.block
         indices = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
         scales = torch.empty(self.blocks(len(flat)), device=flat.device)
@@ -72,11 +73,11 @@ class Codes:
 
     @cached_property
     def _tables(self) -> dict[torch.device, Tensor]:
-        """The codes as a tensor, by device."""
+        """Cache of the codes as a tensor, with one copy per device."""
         return {}
 
     def table(self, device: torch.device) -> Tensor:
-        """The codes as a tensor on `device`, which is copied there once."""
+        """Return the codes as a tensor on `device`. They are copied to each device only once."""
         if device not in self._tables:
             self._tables[device] = torch.tensor(self.values, device=device)
         return self._tables[device]
@@ -95,8 +96,9 @@ NF4 = Codes(
 
 
 def _dynamic(signed: bool) -> tuple[float, ...]:
-    """Codes over seven powers of ten, finer for larger values: in each, the centers of 2^e (unsigned: 2^(e+1)) equal
-    parts of 0.1 to 1."""
+    """Return codes over seven powers of ten, with more codes for larger values. For e from 0 to 6, the range from 0.1
+    to 1 is divided into 2^e equal parts (2^(e+1) if unsigned); the centers of the parts times 10^(e-6) are codes. 0 and
+    1 are added."""
     values = [0.0, 1.0]
     for exponent in range(7):
         parts = 2**exponent if signed else 2 ** (exponent + 1)
@@ -112,12 +114,12 @@ SIGNED, UNSIGNED = Codes(_dynamic(True), block=256), Codes(_dynamic(False), bloc
 # --- Matrix products in float8 ---
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-"""Largest float8_e4m3fn."""
+"""Largest number of the dtype float8_e4m3fn."""
 TINY = torch.finfo(torch.float32).tiny
 """Smallest scale, so that rows of zeros do not divide by 0."""
 CAPABILITY, MULTIPLE = (9, 0), 16
-"""Compute capability of the first GPUs with row-wise scaled products, and the factor that both sizes of a weight must
-have there."""
+"""Lowest compute capability of a GPU with float8 matrix products that have a scale per row. These products require that
+both sizes of a weight are multiples of the second number."""
 
 
 class FP8Linear(nn.Linear):
@@ -179,7 +181,8 @@ class FP8Linear(nn.Linear):
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize (N, D) rows to float8. Return codes and (N, 1) float32 scales, whose product approximates the rows."""
+    """Quantize (N, D) rows to float8. Return the codes (N, D) and one float32 scale per row, (N, 1); code * scale
+    approximates the row."""
     scales = rows.abs().amax(-1, keepdim=True).float().div(LARGEST).clamp(min=TINY)
     return (rows.float() / scales).to(torch.float8_e4m3fn), scales
 

@@ -24,10 +24,9 @@ from armature.components.models.varlen import attention_compiles, under_autocast
 # --- Padding of gated MLPs whose widths tensor cores read slowly ---
 
 _ALIGNED, _TILE = 8, 64
-"""Padding applies to widths that are not a multiple of the first number; they are padded to a multiple of the
-second."""
+"""Widths that are not a multiple of the first number are padded to a multiple of the second number."""
 _WIDENED, _NARROWED = ("gate_proj", "up_proj"), "down_proj"
-"""Names of the layers of a gated MLP whose output, and of the layer whose input, is padded."""
+"""Layer names in a gated MLP: of the two layers whose outputs are padded, and of the layer whose input is padded."""
 
 
 def pad_widths(model: nn.Module) -> None:
@@ -52,7 +51,7 @@ def pad_widths(model: nn.Module) -> None:
 
 class _Widened(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features + padding), where the padding is 0."""
+        """Return the layer's output followed by zeros, shape (..., out_features + padding)."""
         more = -self.out_features % _TILE
         (weight,) = under_autocast(self.weight)
         bias = None if self.bias is None else pad(self.bias, (0, more))
@@ -61,7 +60,7 @@ class _Widened(nn.Linear):
 
 class _Narrowed(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in_features + padding) while ignoring the padding."""
+        """Apply the layer to `x` (..., in_features + padding). The padding does not affect the result."""
         (weight,) = under_autocast(self.weight)
         return linear(x, pad(weight, (0, -self.in_features % _TILE)), self.bias)
 
@@ -69,11 +68,12 @@ class _Narrowed(nn.Linear):
 # --- Compilation ---
 
 VARIANTS = 64
-"""Number of compiled variants kept of a layer's code: with and without gradients, of the first and of other layers, for
-few and many tokens. torch keeps 8 by default and then falls back to uncompiled layers, which are slower and round
-differently."""
+"""Number of compiled variants that torch may keep per layer type. Variants differ in gradients (with or without), in
+the layer (the first or a later one) and in the number of tokens (few or many). torch keeps 8 by default and then falls
+back to uncompiled layers, which are slower and round differently."""
 _OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""torch.compile options with which intermediate results are rounded as in eager mode, so that log-probs stay equal."""
+"""Options of torch.compile. Compiled code then rounds intermediate results as eager mode does, so log-probs stay
+equal."""
 _WHERE = "trainer.torch_compile"
 
 
@@ -115,7 +115,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 def _forward(
     layer: Any, compiled: Callable[..., Any], recomputing: Callable[..., Any] | None, *args: Any, **more: Any
 ) -> Any:
-    """Forward of a compiled layer, with recomputation as `GradientCheckpointingLayer` does it."""
+    """Run the compiled code of a layer. Activations are recomputed in the same cases as in `GradientCheckpointingLayer`
+    of transformers."""
     if not (layer.gradient_checkpointing and layer.training):
         return compiled(layer, *args, **more)
     if recomputing is not None and not any(part.training for part in layer.children()):
@@ -125,13 +126,13 @@ def _forward(
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function, which saves activations for the backward pass."""
+    """Compile a layer's forward. The result saves activations for the backward pass."""
     return torch.compile(forward, dynamic=True, options=_OPTIONS)
 
 
 @cache
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function, which saves only its inputs for the backward pass.
+    """Compile a layer's forward. The result saves only its inputs and recomputes activations in the backward pass.
 
     This takes less host time than torch's checkpoint, which runs the layer's Python code again. Random operations, such
     as dropout in training mode, would draw other numbers in the recomputation.

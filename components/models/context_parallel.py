@@ -46,11 +46,12 @@ class ContextParallel:
     group: Any
 
     def lengths(self, tokens: int) -> list[int]:
-        """Number of a sequence's tokens on each rank, in order. They differ by at most one."""
+        """Return how many of a sequence's tokens each rank has, in the order of ranks. The numbers differ by at most
+        one."""
         return [b - a for a, b in pairwise(tokens * rank // self.size for rank in range(self.size + 1))]
 
     def slice(self, tokens: int) -> slice:
-        """The tokens of a sequence that this rank has."""
+        """Return the slice of a sequence's tokens that this rank has."""
         ends = [0, *accumulate(self.lengths(tokens))]
         return slice(ends[self.rank], ends[self.rank + 1])
 
@@ -70,8 +71,8 @@ class ContextParallel:
             )
 
     def whole_sequence(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """Exchange tokens for heads: from (t, H, D) of this rank's tokens to (T, H / size, D) of all T = `tokens`
-        tokens.
+        """Exchange tokens for heads. Inputs (t, H, D) have all heads of this rank's t tokens; results (T, H / size, D)
+        have this rank's share of the heads for all T = `tokens` tokens.
 
         Key and value heads are repeated first if there are too few of them to be divided.
         """
@@ -85,14 +86,16 @@ class ContextParallel:
         return received.split([part.shape[2] for part in parts], 1)
 
     def own_tokens(self, out: Tensor) -> Tensor:
-        """Exchange heads for tokens: from (T, H / size, D) of all tokens to (t, H, D) of this rank's tokens."""
+        """Exchange heads for tokens. The input (T, H / size, D) has this rank's share of the heads for all T tokens;
+        the result (t, H, D) has all heads of this rank's t tokens."""
         lengths = self.lengths(len(out))
         count = lengths[self.rank]
         received = self.exchange(out, lengths, [count] * self.size)
         return received.unflatten(0, (self.size, count)).transpose(0, 1).flatten(1, 2)
 
     def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send `sends[i]` rows to each rank i, in order, and return the rows received, `receives[i]` from each.
+        """Send rows to all ranks and return the received rows. The first `sends[0]` rows go to rank 0, the next
+        `sends[1]` to rank 1, and so on; `receives[i]` rows come from rank i, in order.
 
         Gradients are exchanged in the opposite direction.
         """
@@ -100,7 +103,7 @@ class ContextParallel:
         return received
 
     def combine_columns(self, columns: Tensor, mine: Tensor) -> Tensor:
-        """Combine columns of several ranks to (K, N) values on all ranks.
+        """Combine the columns of all ranks. Return the whole (K, N) matrix on every rank.
 
         The loss is assumed to be the same on every rank, so each rank keeps the gradient of its own columns.
 
@@ -166,13 +169,14 @@ class FeatureExchange:
     context: ContextParallel
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return the features of this rank's image tokens, (m, D), given the features of the images that it encodes."""
+        """Return the features (m, D) of this rank's m image tokens. The argument has the features of the images that
+        this rank encodes."""
         sent = features.index_select(0, self.rows)
         return self.context.exchange(sent, self.sends, self.receives).index_select(0, self.order)
 
 
 def assign_encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Assign each distinct image to a rank that encodes it, such that all ranks have about as many image tokens."""
+    """Return for each distinct image the rank that encodes it. All ranks get about the same number of image tokens."""
     taken, chosen = [0] * ranks, [0] * len(image_tokens)
     for image in sorted(range(len(image_tokens)), key=lambda image: -image_tokens[image]):
         chosen[image] = taken.index(min(taken))
@@ -181,7 +185,7 @@ def assign_encoders(image_tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def images_encoded_by(rank: int, chosen: Sequence[int], image_tokens: Sequence[int]) -> tuple[int, ...]:
-    """The images that `rank` encodes, at least one if there are any.
+    """Return the indices of the images that `rank` encodes: at least one, unless there are no images.
 
     FSDP gathers the vision tower on all ranks or on none, so a rank without images encodes the smallest one, and its
     features are not used.

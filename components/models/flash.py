@@ -21,19 +21,19 @@ TRITON = find_spec("triton") is not None
 
 @cache
 def is_installed(distribution: str) -> bool:
-    """True if this distribution is installed. Modules do not tell: flash-attn and flash-attn-4 both have some below
-    `flash_attn`."""
+    """Check that a distribution is installed. Importing a module would not tell, since flash-attn and flash-attn-4 both
+    have modules below `flash_attn`."""
     return bool(versions(distribution)[distribution])
 
 
 VERIFIED = {(64, 1), (128, 4), (128, 6), (128, 7), (128, 8)}
-"""(head size, query heads per key head) whose bf16 results were compared on a GPU with softmax attention in plain
-torch."""
+"""Pairs (head size, query heads per key head) for which the kernel's bf16 results were compared on a GPU with softmax
+attention in plain torch."""
 
 
 def has_kernel(q: Tensor, k: Tensor) -> bool:
-    """True if FlashAttention 4 should be used for queries (T, H, D) and keys (K, G, D) that PyTorch has a kernel for,
-    too."""
+    """Check that FlashAttention 4 should be used for queries (T, H, D) and keys (K, G, D). PyTorch must have a kernel
+    for them, too."""
     verified = (q.shape[-1], q.shape[1] // k.shape[1]) in VERIFIED and q.dtype == torch.bfloat16
     return verified and torch.cuda.get_device_capability(q.device)[0] == 9 and is_installed("flash-attn-4")
 

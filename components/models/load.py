@@ -39,8 +39,8 @@ _PEFT = "base_model.model."
 
 
 def without_storage(model: Model) -> Model:
-    """Move a model from the meta device to the CPU without memory for its weights: each tensor is one number, expanded
-    to its shape.
+    """Replace each tensor on the meta device by a CPU tensor that needs no memory: one number, expanded to the tensor's
+    shape. Return the model.
 
     Real layers can be added to the model; their random numbers are the same as in a whole model.
     """
@@ -63,7 +63,7 @@ class MappedWeights(Mapping[str, Tensor]):
         self._prefix = (f"{attribute}." if attribute else "") + (_PEFT if isinstance(model, PeftModel) else "")
 
     def of(self, attribute: str) -> MappedWeights:
-        """The same weights, by their names in a module that has the model as `attribute`."""
+        """Return the same weights under other names: the names they have in a module whose `attribute` is the model."""
         return MappedWeights(self._model, self._stored, attribute)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -79,7 +79,7 @@ class MappedWeights(Mapping[str, Tensor]):
 
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
-"""Configuration keys that are a number of layers."""
+"""Pattern of the configuration keys whose value is a number of layers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RECOMPUTATION = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
@@ -168,7 +168,8 @@ def load_model(
 
 
 def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, MappedWeights]:
-    """Return the model of `load_model` without memory for its weights, and the weights one tensor at a time.
+    """Return the same model as `load_model`, but without memory for its weights, and a mapping that reads the weights
+    one tensor at a time.
 
     The weights are bit for bit the same. They stay in the mapped files, except weights of files with several dtypes and
     tensors that transformers assembles from several stored ones.
@@ -285,7 +286,8 @@ def save_checkpoint(
 
 
 def _implementation(settings: ModelSettings) -> str:
-    """Attention implementation to load with in transformers; `choose_kernels` may change it afterwards."""
+    """Return the name of the attention implementation with which transformers loads the model. `choose_kernels` may
+    change it afterwards."""
     return "sdpa" if settings.attn_implementation == "auto" else settings.attn_implementation
 
 
@@ -330,7 +332,7 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _numbers(document: Any) -> Iterator[tuple[str, int]]:
-    """Yield every integer in a configuration with its key."""
+    """Yield the key and value of every integer in a configuration, including nested ones."""
     for key, value in document.items() if isinstance(document, dict) else ():
         if type(value) is int:
             yield str(key), value

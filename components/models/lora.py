@@ -24,7 +24,7 @@ from armature.components.models.flash import TRITON
 from armature.components.models.settings import LoraSettings
 
 SCALES = "scales"
-"""Name of the buffer with the scales of a 4-bit weight."""
+"""Name of the buffer with the block scales of a 4-bit weight."""
 
 
 class NF4Linear(nn.Linear):
@@ -62,7 +62,8 @@ class NF4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Matrix product with a 4-bit weight, which is dequantized in the forward and in the backward pass."""
+    """Product of an input with a 4-bit weight. The weight is dequantized in the forward pass and again in the backward
+    pass."""
 
     @staticmethod
     def forward(
@@ -81,7 +82,7 @@ class _Product(torch.autograd.Function):
 
 
 def _dequantized(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The weight of this shape and dtype, from its codes and scales."""
+    """Dequantize a weight to this shape and dtype, given its packed codes and its scales."""
     if packed.is_cuda and TRITON:
         from armature.components.models.kernels import dequantize
 
@@ -100,13 +101,13 @@ def quantized_layers(model: PreTrainedModel, family: Family) -> Iterator[tuple[s
 
 
 def quantize(model: PreTrainedModel, family: Family, device: str | torch.device) -> None:
-    """Replace these layers, one after the other, by 4-bit ones on `device`."""
+    """Replace the layers of `quantized_layers` by 4-bit ones on `device`, one after the other."""
     for name, layer in list(quantized_layers(model, family)):
         model.set_submodule(name, NF4Linear(layer.to(device)))
 
 
 ALL_LINEARS = "all"
-"""Target that selects every linear layer but the output head."""
+"""Value of a target setting that selects every linear layer except the output head."""
 
 
 def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> list[str]:
@@ -186,8 +187,8 @@ def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tenso
 
 
 def layer_of(adapter: str) -> str:
-    """Return the name of the weight, in the model without adapters, that an adapter tensor with this PEFT name adds
-    to."""
+    """Return the name of the weight that an adapter tensor changes. `adapter` is the tensor's PEFT name; the weight's
+    name is the one in the model without adapters."""
     return adapter.removeprefix("base_model.model.").partition(".lora_")[0] + ".weight"
 
 
@@ -227,8 +228,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weight_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtype of each weight by its name in the model without adapters; of a 4-bit layer, the dtype of the dequantized
-    weight."""
+    """Return the dtype of each weight, by its name in the model without adapters. For a 4-bit layer it is the dtype of
+    the dequantized weight."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     dtypes = {key: tensor.dtype for key, tensor in base.state_dict().items() if ".lora_" not in key}
     for name, layer in base.named_modules():

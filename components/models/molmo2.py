@@ -116,8 +116,8 @@ def has_hub_layout(config: Any) -> bool:
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """Split a name into its pattern with {} for the layer number, that number, and .weight or .bias; missing parts are
-    empty."""
+    """Split a weight's name into three parts: the name with {} in place of the layer number, the layer number, and
+    .weight or .bias. A missing part is empty."""
     stem, kind = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(default="")  # type: ignore[union-attr]
     layer = re.search(r"(?<=\.)\d+(?=\.)", stem)
     if layer is None:
@@ -126,7 +126,7 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 
 def _rows(fused: str, text: Any) -> list[int]:
-    """Numbers of rows of the parts of a fused tensor."""
+    """Return the number of rows of each tensor that is part of a fused tensor, in order."""
     if fused.endswith("ff_proj"):
         return [text.intermediate_size] * 2
     queries, keys = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))

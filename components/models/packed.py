@@ -35,7 +35,7 @@ from armature.components.models.packed_attention import PACKED, REMEDY, Segments
 
 Features = Tensor | Sequence[Tensor]
 GRID = "image_grid_thw"
-"""Input with the patch grid (time, height, width) of each image of a Qwen model."""
+"""Name of the model input with the patch grid (time, height, width) of each image, in Qwen models."""
 
 
 def tower_inputs(body: Any, grids: Tensor | None) -> dict[str, Tensor | int]:
@@ -97,7 +97,8 @@ def encoded_images(
 def _in_token_order(
     features: Features, tokens: Sequence[int], shown: Sequence[int], exchange: FeatureExchange | None
 ) -> Features:
-    """Order features by the tokens that show them, in one tensor or in a sequence of tensors as `features` are."""
+    """Put image features in the order of the tokens that show them. The result is one tensor if `features` is one, else
+    a tuple with one tensor."""
     one = isinstance(features, Tensor)
     flat = features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
     if len(flat) != sum(tokens):
@@ -117,7 +118,7 @@ def _in_token_order(
 
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = (GRID, "image_grids")
-"""Inputs that positions and attention blocks depend on."""
+"""Names of the model inputs that positions and attention blocks depend on."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Packing:
 
 
 def _tensors_on(value: Holder, device: torch.device) -> Holder:
-    """Copy all tensor fields of a dataclass to `device`."""
+    """Return a copy of a dataclass whose tensor fields are on `device`."""
     values = {each.name: getattr(value, each.name) for each in fields(value)}
     moved: dict[str, Any] = {name: to_device(each, device) for name, each in values.items() if isinstance(each, Tensor)}
     return replace(value, **moved)

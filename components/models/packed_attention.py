@@ -31,13 +31,14 @@ from armature.components.models.flash import TRITON
 from armature.components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
-"""Name of this attention in transformers. Called without segments, it is `sdpa`."""
+"""Name under which this attention is registered in transformers. If it is called without segments, it does the same as
+`sdpa`."""
 REMEDY = "leave trainer.packing out: padded rows train the same"
 """Remedy of errors about packing."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Option for grouped heads; torch versions without it support grouped heads always."""
+"""Keyword argument that turns on grouped heads. torch versions without this argument always support grouped heads."""
 _KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
-"""Options of transformers that do not change this attention."""
+"""Options that transformers passes and that do not change the result of this attention."""
 
 
 class Segments:
@@ -67,14 +68,16 @@ class Segments:
 
     @cached_property
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Cumulative numbers of the segments' queries and keys, (S + 1,) int32 each."""
+        """Return the cumulative numbers of the segments' queries and of their keys, each of shape (S + 1,) int32 and
+        starting at 0."""
         queries, keys = (torch.tensor([0, *accumulate(each)]) for each in (self.lengths, self.key_lengths))
         return to_device(queries.int(), self.keys.device), to_device(keys.int(), self.keys.device)
 
     @cached_property
     def copies(self) -> tuple[Tensor, Tensor]:
-        """Positions in `keys` of all copies of token 0, then of token 1 and so on, (K,) int64; and the start of each
-        token's copies, (T + 1,)."""
+        """Return where the copies of each token are in `keys`. The first tensor, (K,) int64, lists the positions of all
+        copies of token 0, then of token 1, and so on. The second, (T + 1,), has the index in that list at which each
+        token's copies start."""
         tokens, order = self.keys.sort(stable=True)
         return order, torch.searchsorted(tokens, torch.arange(sum(self.lengths) + 1, device=tokens.device))
 
@@ -96,12 +99,12 @@ class Segments:
 
     @cached_property
     def order(self) -> Tensor:
-        """For each token, its position among the queries of all groups, concatenated: (T,) int64."""
+        """Return the position of each token, (T,) int64, in the concatenation of the queries of all `groups`."""
         return torch.cat([queries.flatten() for queries, _ in self.groups]).argsort()
 
     def mask(self, group: int, window: int | None) -> Tensor | None:
-        """Attention mask of a group, (n, m) or (b, 1, n, m); True where a query attends to a key. None: causal
-        attention."""
+        """Return the attention mask of a group, (n, m) or (b, 1, n, m); True where a query attends to a key. Return
+        None if the attention is causal and needs no mask."""
         if (group, window) not in self._masks:
             queries, keys = self.groups[group]
             self._masks[group, window] = self._mask(queries, keys.shape[1], window)
@@ -139,7 +142,7 @@ def attend_packed(
     segments: Segments | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within segments, from (1, H, T, D) to (1, T, H, D).
+    """Compute attention within segments. Query, key and value are (1, H, T, D); the result is (1, T, H, D).
 
     Ranks that share a sequence each pass and get only their own tokens.
 
@@ -171,7 +174,8 @@ def attend_packed(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
-    """Compute attention with FlashAttention kernels, without blocks."""
+    """Compute attention with FlashAttention kernels, which do not support blocks of tokens that attend in both
+    directions."""
     if TRITON:
         q, k, v = _Gathered.apply(q, k, v, segments)
     else:
@@ -186,7 +190,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather queries, and the keys and values of each segment.
+    """Return the queries, and the keys and values in the order of `Segments.keys`, segment after segment.
 
     In the backward pass the gradients of a key's copies are added in fp32, in a fixed order. Results lie in memory head
     after head, as compiled layers expect.

@@ -26,7 +26,7 @@ LARGEST_FILE = 2**28
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL, ADDED = FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
-"""Files that list added tokens; a tokenizer has some of them."""
+"""Names of the files that can list added tokens. A tokenizer has some of these files."""
 
 
 @dataclass(frozen=True)

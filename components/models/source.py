@@ -163,7 +163,8 @@ def checkpoint_sha256(folder: Path, content: frozenset[str] = MODEL.content) -> 
 
 
 def _fetched_snapshot(reference: SourceReference, kind: CheckpointKind) -> Path | None:
-    """Return the snapshot that was fetched when the reference was made, None if it is not on this machine."""
+    """Return the folder of the snapshot that was fetched when the reference was made, or None if it is not on this
+    machine."""
     if reference.commit is not None and kind.fetched_whole:
         with suppress(LocalEntryNotFoundError):
             return Path(snapshot_download(reference.source, revision=reference.commit, local_files_only=True))
@@ -214,5 +215,6 @@ def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> P
 
 
 def local_code_options(trust_remote_code: bool) -> dict[str, Any]:
-    """Options for every `from_pretrained` of a local folder: code is trusted or not, and nothing is fetched."""
+    """Return the keyword arguments for every `from_pretrained` of a local folder. They say whether code is trusted, and
+    that nothing is fetched."""
     return {"trust_remote_code": trust_remote_code, "local_files_only": True}

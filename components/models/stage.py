@@ -39,7 +39,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
 
 
 def model_sources(settings: ModelSettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    """Digest of a checkpoint folder, on which the artifact depends besides its settings."""
+    """Return the digest of a checkpoint folder. The artifact depends on it in addition to its settings."""
     from armature.components.models.source import folder_sources
 
     return {} if settings.tiny is not None else folder_sources(settings.source)

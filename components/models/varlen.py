@@ -26,7 +26,7 @@ MODULES = "transformers_modules"  # the package that transformers imports such c
 
 
 def is_remote(thing: object) -> bool:
-    """True if the class of `thing` comes from a checkpoint."""
+    """Check that the code of the class of `thing` comes from a checkpoint."""
     return type(thing).__module__.partition(".")[0] == MODULES
 
 
@@ -37,8 +37,8 @@ def register_body(model: PreTrainedModel) -> None:
 
 
 def complete_processor(processor: ProcessorMixin, family: Family) -> None:
-    """Add the attributes to a Molmo2 processor from a checkpoint that native processors have, and that servers and
-    adapters use.
+    """Add attributes to a Molmo2 processor that comes from a checkpoint. Native processors have these attributes, and
+    servers and adapters use them.
 
     `image_token` and `image_token_id` are the token that stands for one image; `_get_num_multimodal_tokens` counts
     tokens by image size.
@@ -76,8 +76,8 @@ def count_image_tokens(processor: Any, image_ids: tuple[int, ...], sizes: Any, *
 # --- Attention of vision towers ---
 
 WINDOWS = "flash_windows"
-"""Name of this attention in transformers. It contains "flash" since transformers passes lengths only to such names, and
-else calls attention once per image or window."""
+"""Name under which this attention is registered in transformers. The name contains "flash" because transformers passes
+sequence lengths only to such names; for other names it calls attention once per image or window."""
 
 
 def choose_kernels(model: PreTrainedModel) -> None:
@@ -101,7 +101,8 @@ def attend_in_windows(
     scaling: float,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in both directions within each image or window, from (1, H, T, D) to (1, T, H, D)."""
+    """Compute attention in both directions within each image or window. Query, key and value are (1, H, T, D); the
+    result is (1, T, H, D)."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
     if has_kernel(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
@@ -111,7 +112,8 @@ def attend_in_windows(
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert tensors to the dtype of autocast, which handles `scaled_dot_product_attention` but not these kernels."""
+    """Convert tensors to autocast's dtype if autocast is on. Autocast does this for `scaled_dot_product_attention`, but
+    not for these kernels."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
@@ -135,7 +137,7 @@ def _takes_lengths(model: nn.Module) -> bool:
 
 
 def has_kernel(q: Tensor) -> bool:
-    """True if PyTorch has a FlashAttention kernel for tensors such as `q`."""
+    """Check that PyTorch has a FlashAttention kernel for the device, dtype and head size of `q`."""
     if not q.is_cuda:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -143,8 +145,8 @@ def has_kernel(q: Tensor) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """Call PyTorch's kernel directly. The Python operators of `torch.nn.attention.varlen` take more host time than a
-    short layer's GPU time."""
+    """Compute the attention by a direct call of PyTorch's kernel. The Python operators of `torch.nn.attention.varlen`
+    take more host time than a short layer takes on the GPU."""
     ends, tensors = ends.int(), (q.contiguous(), k.contiguous(), v.contiguous())
     out: Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -155,7 +157,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: f
 
 @torch.compiler.disable
 def _by_length(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """Compute the same as `_flash`, with one batch for all windows of a length."""
+    """Compute the same attention as `_flash` without its kernel. All windows of the same length are one batch."""
     lengths: list[int] = ends.diff().tolist()
     begins: dict[int, list[int]] = defaultdict(list)
     for length, end in zip(lengths, accumulate(lengths), strict=True):

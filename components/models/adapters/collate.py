@@ -20,23 +20,24 @@ from armature.components.families.joins import Features
 from armature.components.models.adapters.sequences import runs_fit
 
 ImageSource = Callable[[ImageRef], Image.Image]
-"""Opens an image by its reference."""
+"""Function that opens the image of a reference."""
 
 PLACEHOLDER_RUNS = "placeholder_runs"
-"""Key, beside an image's features, of the lengths (R,) of the consecutive runs of feature tokens in its expansion."""
+"""Key, among the features of an image, of a tensor (R,) with the lengths of the R runs of feature tokens. A run is a
+stretch of consecutive feature tokens in the text that the processor writes for the image."""
 TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""Outputs of a processor that belong to the text."""
+"""Names of the processor's outputs that describe the text. All other outputs describe images."""
 
 
 def run_lengths(ids: Tensor, token: int) -> Tensor:
-    """Lengths (R,) int64 of the maximal runs of `token` in `ids` (L,)."""
+    """Return the length of each run of consecutive `token` in `ids` (L,), as int64 of shape (R,) for R runs."""
     positions = np.flatnonzero(ids.numpy() == token)
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return torch.tensor([len(run) for run in runs if len(run)], dtype=torch.int64)
 
 
 def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[str, Tensor]:
-    """Return all outputs of the processor for one image, with `PLACEHOLDER_RUNS`.
+    """Return the processor's outputs for one image, without those for the text. The key `PLACEHOLDER_RUNS` is added.
 
     The whole processor is called instead of its image processor, since only it knows its own options (tiles, patch
     size) and how many tokens the features need.
@@ -65,7 +66,7 @@ def is_missing(error: Exception) -> bool:
 
 
 def image_features(features: Features) -> dict[str, Tensor]:
-    """The features without `PLACEHOLDER_RUNS`."""
+    """Return the features without the key `PLACEHOLDER_RUNS`."""
     return {name: value for name, value in features.items() if name != PLACEHOLDER_RUNS}
 
 
@@ -78,12 +79,14 @@ def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dt
 
 
 def token_type_ids(input_ids: Tensor, attention_mask: Tensor, image_tokens: Collection[int]) -> Tensor:
-    """Type ids (B, L) int64 of whole sequences, completions included: 1 on `image_tokens`, 0 on text and padding."""
+    """Return type ids (B, L) int64 for whole sequences, including completions: 1 on `image_tokens`, 0 on text and
+    padding."""
     return torch.isin(input_ids, torch.tensor(sorted(image_tokens))).long() * attention_mask
 
 
 def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
-    """Batch of B samples without image inputs: int64 ids and attention mask, bool loss mask, float32 elsewhere."""
+    """Return a batch of B samples without image inputs. Ids and attention mask are int64, the loss mask is bool, and
+    other tensors are float32."""
     ids = pad_rows([sample.input_ids for sample in samples], pad_id, torch.int64)
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
     return MultimodalBatch(
@@ -145,7 +148,7 @@ class SampleCollator:
         return {name: join([one[name] for one in features], features) for name, join in joins.items()}
 
     def collate(self, samples: Sequence[Sample], images: ImageSource) -> MultimodalBatch:
-        """Like `collate_features`, opening and processing each distinct image once."""
+        """Return the same batch as `collate_features`. Each distinct image is opened and processed once."""
         return self.collate_features(samples, cache(lambda ref: self.process_image(images(ref))))
 
     def collate_features(self, samples: Sequence[Sample], features: Callable[[ImageRef], Features]) -> MultimodalBatch:
@@ -225,6 +228,6 @@ def _token_id(token: str, processor: Any) -> int:
 
 
 def _known_token_ids(tokens: tuple[str, ...], processor: Any) -> list[int]:
-    """Ids of the `tokens` that the tokenizer has. Some checkpoints of a family lack some."""
+    """Return the ids of those `tokens` that the tokenizer has. Some checkpoints of a family lack some of them."""
     vocabulary = processor.tokenizer.get_vocab()
     return [int(vocabulary[token]) for token in tokens if token in vocabulary]

@@ -73,7 +73,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
 
 
 def _check_masks(batch: MultimodalBatch) -> None:
-    """Check that loss mask and log-probs are valid where tokens are trained."""
+    """Check that the loss mask covers only tokens that can be trained on, and that their log-probs are valid."""
     trained = batch.loss_mask.bool()
     if (trained & ~batch.attention_mask.bool()).any():
         raise DataError(
@@ -185,7 +185,8 @@ class FamilyAdapter(MultimodalAdapter):
         return samples, drops
 
     def _turn_defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
-        """Reason why a turn cannot be trained on, or None."""
+        """Return the reason why a turn cannot be trained on, or None if it can. `runs` caches the result of `_runs` by
+        image."""
         reason = turn_defect(turn, self.collator.forbidden_token_ids, self.max_tokens)
         if reason is not None:
             return reason
@@ -202,7 +203,8 @@ class FamilyAdapter(MultimodalAdapter):
         return None
 
     def _runs(self, ref: ImageRef) -> tuple[int, ...] | str:
-        """Runs of feature tokens that an image needs, or the reason why it cannot be used.
+        """Return the lengths of the runs of feature tokens that an image needs. If the image cannot be used, return the
+        reason.
 
         Each image is opened, since it may be damaged, but processed only once per size, which determines the runs.
         """

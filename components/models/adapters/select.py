@@ -79,14 +79,16 @@ def infer_spec(processor: Any) -> ImageInputs:
 
 
 def _reserved(tokenizer: Any, expansion: set[int]) -> tuple[str, ...]:
-    """Added tokens in an image's expansion, except those with another use."""
+    """Return the added tokens of the tokenizer that occur in an image's expansion. Tokens with another use, such as
+    padding, are left out."""
     other = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     added = tokenizer.get_added_vocab()
     return tuple(token for token, number in added.items() if number in expansion and token not in other)
 
 
 def _infer_join(name: str, features: Sequence[Features], together: Any, where: str) -> Join:
-    """Find the function that joins one output across images. Raise a ConfigurationError if none fits."""
+    """Return the function that joins the output `name` of single images to the processor's output for several images.
+    Raise a ConfigurationError if no function does."""
     parts = [one[name] for one in features]
     if all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
         for join in (cat, pad_cat):
@@ -103,14 +105,16 @@ def _infer_join(name: str, features: Sequence[Features], together: Any, where: s
 def _reproduces(
     join: Join, parts: Sequence[torch.Tensor], features: Sequence[Features], expected: torch.Tensor
 ) -> bool:
-    """True if `join` gives the processor's output for several images."""
+    """Check that `join`, applied to the outputs for single images, gives exactly the processor's output for all of
+    them."""
     same_dims = len({part.ndim for part in parts}) == 1
     same_sizes = len({part.shape[1:] for part in parts}) == 1
     return same_dims and (same_sizes or join is pad_cat) and torch.equal(join(parts, features), expected)
 
 
 def _type_ids(together: Any, token: int, where: str) -> str | None:
-    """Name of the processor's type ids, or None. Raise a ConfigurationError if they mark other tokens than `token`."""
+    """Return the name of the processor's output with type ids, or None if it has none. Raise a ConfigurationError if
+    the type ids mark tokens other than `token`."""
     for name in TYPE_IDS:
         if name in together:
             if not torch.equal(together[name] != 0, together["input_ids"] == token):
@@ -184,7 +188,8 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """The model's configuration as a dict; for a mere name, only its `model_type`."""
+    """Return the model's configuration as a dict. For a family name or `model_type`, the dict has only the
+    `model_type`."""
     if not isinstance(model, str | Path):
         return dict(model.to_dict())
     file = (locate(model) if Path(model).is_dir() else Path(model)) / "config.json"
@@ -205,7 +210,8 @@ def _config(model: Any) -> dict[str, Any]:
 
 
 def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
-    """Image inputs of the model's family, or inferred ones."""
+    """Return the description of the image inputs: from the model's family, or inferred from the processor if the family
+    is unknown."""
     name = _name(config)
     if name in FAMILIES and (images := FAMILIES[name].images) is not None:
         spec = replace(images, reserved=FAMILIES[name].image_tokens)

@@ -13,7 +13,8 @@ from armature.components.contracts.rollouts import MAX_LOGPROB, TokenIds, Trajec
 
 
 def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
-    """Return a short reason why `turn` cannot be trained on, by which drops are counted; None if it can."""
+    """Return a short reason why `turn` cannot be trained on, or None if it can. Dropped turns are counted by this
+    reason."""
     tokens, logprobs = turn.completion_token_ids, turn.completion_logprobs
     if len(tokens) == 0:
         return "empty_completion"

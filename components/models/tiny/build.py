@@ -22,7 +22,7 @@ from armature.components.models.tiny.tokenizer import train_tokenizer
 SMALL = TinySettings(
     vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05
 )
-"""Sizes of tiny checkpoints by default."""
+"""Default sizes of tiny checkpoints."""
 
 
 def make_tiny_checkpoint(
@@ -84,7 +84,7 @@ def make_tiny_checkpoint(
 
 
 def _texts(settings: FormatSettings | None) -> list[str]:
-    """Texts that the tokenizer should encode in few tokens: answers, and the texts of prompts."""
+    """Return the texts that the tokenizer should encode in few tokens: the answers and the texts of the prompts."""
     if settings is None:
         return []
     turns = [turn for script in settings.transcripts for turn in (*script.user, *script.assistant)]
@@ -94,7 +94,8 @@ def _texts(settings: FormatSettings | None) -> list[str]:
 
 @contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
-    """Seed torch and use one thread: sums over threads depend on their number."""
+    """Seed torch and use one thread during the block. Sums over several threads would depend on the number of
+    threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

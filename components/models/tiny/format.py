@@ -59,7 +59,8 @@ def format_pretraining(
 
 
 def _trained_parameters(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
-    """Parameters that learn the format: input and output embeddings, or the whole language model."""
+    """Return the parameters to train: those of the input and output embeddings, or those of the whole language
+    model."""
     if trained == "embeddings":
         tables = (model.get_input_embeddings(), model.get_output_embeddings())
         return list({id(parameter): parameter for table in tables for parameter in table.parameters()}.values())
@@ -68,7 +69,8 @@ def _trained_parameters(model: PreTrainedModel, trained: str) -> list[torch.nn.P
 
 
 def _draws(answers: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
-    """Yield answers endlessly, each once per random permutation, so that all are equally frequent."""
+    """Yield answers endlessly. Each pass over all answers is in a new random order, so all answers are equally
+    frequent."""
     while True:
         for index in reversed(rng.permutation(len(answers)).tolist()):
             yield answers[index]
@@ -81,7 +83,8 @@ def _learning_rate_factor(step: int, steps: int) -> float:
 
 
 class _Batches:
-    """Conversations as tensors. The positions of answers among the tokens are computed once per conversation."""
+    """Batches of training conversations. The positions of the answers among the tokens are computed once per
+    conversation."""
 
     def __init__(self, processor: Any, settings: FormatSettings, rng: np.random.Generator) -> None:
         self.processor, self.settings, self.rng = processor, settings, rng
@@ -92,7 +95,8 @@ class _Batches:
         self.blank = Image.new("RGB", (settings.image_side, settings.image_side), (128, 128, 128))
 
     def next(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
-        """The processor's tensors of B conversations, and labels (B, L) int64, which are IGNORE outside of answers."""
+        """Return the processor's tensors of the next B conversations, and labels (B, L) int64. Labels outside of
+        answers are IGNORE."""
         texts, images, answers = [], [], []
         for script in islice(self.rows, self.settings.batch_size):
             key = (script, next(self.answers))
@@ -118,7 +122,8 @@ class _Batches:
         return inputs, labels
 
     def _conversation(self, script: Transcript, answer: str) -> tuple[str, list[tuple[int, list[int]]]]:
-        """The text up to the last stop token, with first position and tokens of each answer."""
+        """Return the text of a conversation up to its last stop token, and for each answer the position of its first
+        token and its token ids."""
         tokenizer = self.processor.tokenizer
         messages: list[dict[str, Any]] = []
         if self.settings.system:
@@ -136,7 +141,7 @@ class _Batches:
         return text, spans
 
     def _length(self, prompt: str, images: int) -> int:
-        """Number of tokens of a prompt with blank images."""
+        """Return the number of tokens of a prompt in which all images are blank."""
         if prompt not in self.prompt_lengths:
             ids = self._process([prompt], [[self.blank] * images])["input_ids"]
             self.prompt_lengths[prompt] = int(ids.shape[1])
