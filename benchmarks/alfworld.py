@@ -51,7 +51,8 @@ print(json.dumps({"resets": resets, "steps": stepping, "said": said, "resident":
 
 
 def games_of() -> list[Game]:
-    """One of each task type, in rooms with all that they may hold."""
+    """Return one game of each task type. Its rooms have as many pieces of furniture and objects as the settings
+    allow."""
     settings = GeneratedGames(
         source="generated",
         kinds=KINDS,
@@ -92,7 +93,8 @@ def measure() -> list[Row]:
 
 
 def _ours(games: list[Game]) -> dict[str, Any]:
-    """Processor seconds of the worker and of us together, which includes what travels between."""
+    """Play the games with our engine. Times are CPU seconds of the worker and of this process together, so they include
+    the communication between the two."""
     host = EngineHost(1)
     (worker,) = host.workers
 

@@ -43,7 +43,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 AUTO, NAMED = "auto", ("sdpa", "eager", "flash_attention_2")
 ROUNDS, REPEATS = 5, 3
 LENGTHS = (300, 380, 420, 500, 540, 620, 700, 900)
-"""Tokens after the image, of each row."""
+"""Number of tokens after the image in each row."""
 TEXT = {"hidden_size": 2560, "intermediate_size": 9728, "heads": 32, "key_value_heads": 8}
 QWEN_VISION = {"vision_hidden_size": 1280, "vision_intermediate_size": 5120, "vision_heads": 16}
 LARGE = {"vision_hidden_size": 1024, "vision_intermediate_size": 4096, "vision_heads": 16}
@@ -53,7 +53,8 @@ QWEN_TEXT = {"hidden_size": 1536, "intermediate_size": 8960, "heads": 12, "key_v
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes for the recipe of a family, and what it leaves out: values in the text's and the vision's configuration."""
+    """Sizes of a family's model. `sizes` are settings of the family's tiny recipe; `text` and `vision` are values that
+    the recipe does not set, for the text configuration and the vision configuration."""
 
     sizes: dict[str, int]
     side: int = 448
@@ -83,7 +84,8 @@ GEOMETRIES = {
 
 
 def made(family: str, small: bool) -> tuple[Any, Any]:
-    """A model as the loader has it before it chooses kernels, and its processor."""
+    """Return a model and its processor. The model is in the state in which the loader has it before it chooses
+    kernels."""
     recipe, geometry = tiny_recipe(family), GEOMETRIES[family]
     sizes = geometry.sizes | {"image_side": geometry.side, "layers": 4, "vision_layers": 4, "max_positions": 8192}
     settings: TinySettings = SMALL if small else SMALL.model_copy(update=sizes)
@@ -108,7 +110,7 @@ def made(family: str, small: bool) -> tuple[Any, Any]:
 
 
 def samples_of(processor: Any, store: ImageStore, allowed: list[int], side: int, small: bool) -> list[Sample]:
-    """Rows with an image each."""
+    """Return samples with one image each."""
     made, random = [], np.random.default_rng(0)
     for row, tokens in enumerate(LENGTHS[:2] if small else LENGTHS):
         image = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))

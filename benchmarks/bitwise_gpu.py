@@ -53,10 +53,11 @@ DEVICE = "cuda" if CUDA else "cpu"
 PYTHON = os.environ.get("ARMATURE_TEST_VLLM_PYTHON", sys.executable)
 PARTS = ("kernels", "default", "invariant", "patched", "graphs", "score", "update", "run")
 LIMIT = 300.0
-"""Seconds that a part may take."""
+"""Largest number of seconds that one part of the benchmark may take."""
 NATS, GROUP, LEARNING_RATE = 2.0, 4, 3e-6
 BEST = ("patched", "graphs", "invariant", "eager", "default")
-"""The first of these that has sampled is compared with each set of kernels, the others with none and all."""
+"""Names of servers, best first. The first one that has sampled is compared with every set of trainer kernels. The other
+servers are compared with the trainer's usual kernels and with all of the server's kernels."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Sizes:
 
 
 def make(folder: Path, sizes: Sizes) -> None:
-    """The checkpoint, and the processor of the images."""
+    """Write the checkpoint to `folder`/base and the processor of the images beside it."""
     from armature.components.models.load import load_processor
     from armature.components.models.settings import ModelSettings
     from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
@@ -108,7 +109,8 @@ def make(folder: Path, sizes: Sizes) -> None:
 
 @torch.no_grad()
 def compare_kernels(_: Path, sizes: Sizes, __: str) -> Iterator[dict[str, Any]]:
-    """Each of the server's kernels against PyTorch's, and rows in launches of other sizes."""
+    """Compare each of the server's kernels with PyTorch's. Also compare the kernel's results for different numbers of
+    rows in one launch."""
     theirs, text = bitwise_kernels.kernels(), step_case.SMALL_TEXT if sizes.small else step_case.TEXT
     width, wide = text["hidden_size"], text["intermediate_size"]
     heads, groups = text["num_attention_heads"], text["num_key_value_heads"]
@@ -180,7 +182,8 @@ def pair_row(name: str, one: Callable[[], Tensor], other: Callable[[], Tensor]) 
 
 
 def rows_row(name: str, kernel: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Any]:
-    """Return the numbers of rows with which the bits differ from the result of all rows at once."""
+    """Return a row with those numbers n for which the kernel's result for the first n rows differs in some bit from its
+    result for all rows at once."""
     whole = kernel(x)
     numbers = [n for n in (1, 2, 8, 16, 64, 128, 255, 256, 512, 1024) if n < len(x)]
     others = [n for n in numbers if not torch.equal(kernel(x[:n]), whole[:n])]
@@ -188,7 +191,8 @@ def rows_row(name: str, kernel: Callable[[Tensor], Tensor], x: Tensor) -> dict[s
 
 
 def decoded(q: Tensor, k: Tensor, v: Tensor, count: int, splits: int) -> Tensor:
-    """The attention of one query to `count` keys in pages, as when decoding."""
+    """Return the attention of query number `count` to the first `count` keys, which are stored in pages as when a
+    server decodes."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     pages = -(-len(k) // PAGE)
@@ -202,7 +206,8 @@ def decoded(q: Tensor, k: Tensor, v: Tensor, count: int, splits: int) -> Tensor:
 
 
 def serve(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
-    """Samples with the server `name` in this process, and compares it with itself."""
+    """Sample answers with the server `name` in this process. Then compare the server's log-probs with those of repeated
+    runs on the same server."""
     how = SERVERS[name]
     began = time.perf_counter()
     llm = engine(folder / "base", how)
@@ -246,7 +251,7 @@ def serve(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
 
 
 def attempt(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table, or the reason for its absence."""
+    """Return the row that `make` returns. If it fails, return a row with the error instead."""
     try:
         return make()
     except Exception:
@@ -254,7 +259,8 @@ def attempt(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(mine: Any, theirs: Any) -> dict[str, float]:
-    """Differences of log-probs; `armature.components.rl.agreement` defines the mismatch KL."""
+    """Return statistics of the differences between two lists of log-probs. The mismatch KL is defined in
+    `armature.components.rl.agreement`."""
     both = np.stack([np.asarray(mine, np.float32), np.asarray(theirs, np.float32)])
     gap = both[0].astype(np.float64) - both[1]
     return {
@@ -267,12 +273,13 @@ def differences(mine: Any, theirs: Any) -> dict[str, float]:
 
 
 def against(episodes: list[dict[str, Any]], mine: list[Any]) -> dict[str, float]:
-    """Log-probs of episodes against those that they were sampled with."""
+    """Compare log-probs of episodes with the log-probs recorded when the episodes were sampled."""
     return differences(np.concatenate(mine), np.concatenate([episode["logprobs"] for episode in episodes]))
 
 
 def themselves(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
-    """Log-probs up to the first other token of each answer, and the share of answers without one."""
+    """Compare two lists of answers to the same prompts. The log-probs of each answer are compared up to the first token
+    that differs; `same_answers` is the share of answers without such a token."""
     mine, theirs, same = [], [], 0
     for a, b in zip(one, two, strict=True):
         equal = np.array(a["answer"]) == np.array(b["answer"])
@@ -295,7 +302,7 @@ def gap(mine: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def load(folder: Path, sizes: Sizes) -> tuple[Any, dict[int | None, dict[str, Tensor] | None]]:
-    """The trainer's model, and its inputs of each image."""
+    """Return the trainer's model, and the model's inputs for each image by the image's number."""
     base = folder / "base"
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="sdpa")
     process = AutoProcessor.from_pretrained(base).image_processor
@@ -307,7 +314,7 @@ def load(folder: Path, sizes: Sizes) -> tuple[Any, dict[int | None, dict[str, Te
 
 
 def of_episode(model: Any, episode: dict[str, Any], images: dict[int | None, Any]) -> Tensor:
-    """The log-probs of what was sampled, in one turn or two."""
+    """Return the trainer's log-probs of the tokens sampled in an episode, which has one turn or two."""
     return logprobs(model, episode["ids"], episode["places"], images[episode["image"]]).float()
 
 
@@ -353,7 +360,8 @@ def all_modules(*arguments: Any) -> dict[str, Any]:
 def modules(
     model: Any, dump: dict[str, Any], images: dict[int | None, Any], about: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Distance of each module's output from the server's, for the rows of the prompt and for later rows."""
+    """Yield for each module how far its output in the trainer is from its output in the server. The tokens of the
+    prompt and the tokens decoded later are compared separately."""
     mine: dict[str, list[Tensor]] = {}
     watch(mine, model)
     try:
@@ -377,7 +385,8 @@ def modules(
 
 @contextmanager
 def one_order(strict: bool = True) -> Iterator[None]:
-    """Gradients are added up in one order; FlashAttention's only where it would otherwise be an error."""
+    """Sum gradients in a fixed order during the block. FlashAttention has a fixed order only with `strict`, since torch
+    otherwise merely warns."""
     torch.use_deterministic_algorithms(strict)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -395,7 +404,8 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def update(folder: Path, sizes: Sizes, _: str) -> Iterator[dict[str, Any]]:
-    """`gradient`: how far the gradients of the two sets of kernels are apart."""
+    """Compare updates of the model with the two sets of kernels. The row `gradient` says how far their gradients are
+    apart."""
     model, images = load(folder, sizes)
     name = best(folder)
     if name is None:
@@ -443,7 +453,8 @@ def update(folder: Path, sizes: Sizes, _: str) -> Iterator[dict[str, Any]]:
 
 
 def long_row(model: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Forward and backward passes over one row of text, in ms, with the trainer's kernels and with the server's."""
+    """Measure the forward and backward pass over one long row of text, in ms: with the trainer's kernels and with the
+    server's, each with and without a fixed order of sums."""
     count = 64 if sizes.small else 4096
     ids = np.random.default_rng(4).integers(500, 2000, count).tolist()
     places = range(count // 2, count)
@@ -468,7 +479,8 @@ def long_row(model: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def run(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
-    """With the server `name`, by default `graphs` where those have sampled."""
+    """Make two equal training runs with the server `name` and compare them. The default server is `graphs` if it has
+    sampled before, else `patched`."""
     name = name or ("graphs" if (folder / "graphs.samples.pt").exists() else "patched")
     began = time.perf_counter()
     llm = engine(folder / "base", SERVERS[name])
@@ -509,7 +521,7 @@ def run(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
 
 
 def play(server: Server, step: int) -> list[dict[str, Any]]:
-    """Episodes of two turns, `GROUP` to a prompt, those without an image first."""
+    """Return episodes of two turns, `GROUP` episodes per prompt. Episodes without an image come first."""
     groups, episodes = max(1, server.count // GROUP), []
     which = [(step * groups + i) % server.count for i in range(groups) for _ in range(GROUP)]
     rewards = np.random.default_rng([7, step])
@@ -529,7 +541,7 @@ def play(server: Server, step: int) -> list[dict[str, Any]]:
 def learn(
     model: Any, optimizer: torch.optim.Optimizer, episodes: list[dict[str, Any]], images: dict[int | None, Any]
 ) -> dict[str, Any]:
-    """One step with PPO's objective; the first half of the episodes is of text alone."""
+    """Make one optimizer step with PPO's objective. The first half of the episodes must be those without images."""
     model.zero_grad(set_to_none=True)
     total = sum(len(episode["places"]) for episode in episodes)
     mine, ratios = [], []
@@ -552,7 +564,7 @@ def learn(
 
 
 def digest_of(episodes: list[dict[str, Any]]) -> str:
-    """Digest of all tokens and the bits of their log-probs."""
+    """Return a digest of all tokens in the episodes and of every bit of their log-probs."""
     digest = hashlib.sha256()
     for episode in episodes:
         digest.update(np.array(episode["ids"], np.int32).tobytes() + episode["logprobs"].tobytes())
@@ -560,7 +572,7 @@ def digest_of(episodes: list[dict[str, Any]]) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Digest of every bit of the weights."""
+    """Return a digest of every bit of the model's weights."""
     digest = hashlib.sha256()
     for _, value in sorted(model.named_parameters()):
         digest.update(value.detach().view(torch.int16).cpu().numpy())
@@ -568,7 +580,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def timed(what: Callable[[], Any]) -> float:
-    """The best of five, in ms."""
+    """Return the shortest time of five calls, in ms."""
     what()
     best = math.inf
     for _ in range(5):

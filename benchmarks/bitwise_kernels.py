@@ -26,32 +26,36 @@ TEXT = ("matmul", "attention", "norm", "rotary", "silu", "head")
 VISION = ("v_matmul", "v_attention", "v_norm", "v_rotary", "v_silu")
 ALL = frozenset(TEXT + VISION)
 NAME, VISION_NAME = "bitwise", "flash_bitwise"
-"""Name of the attention implementation in transformers, which passes lengths to names that contain "flash"."""
+"""Names of the attention of the language model and of the vision tower in transformers. The second one contains "flash"
+because transformers passes sequence lengths only to such names."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Each without gradients. Rows (N, D) unless said otherwise."""
+    """Set of kernels, all without gradients. Inputs and outputs are rows (N, D) unless an attribute says otherwise."""
 
     matmul: Callable[[Tensor, Tensor], Tensor]
-    """(M, K), (K, N)."""
+    """Product of an (M, K) and a (K, N) matrix."""
     norm: Callable[[Tensor, Tensor, float], Tensor]
     fused_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """The norm that vLLM fuses with the sum before it, here of a finished sum."""
+    """Norm kernel that vLLM fuses with a preceding addition. Here it is called with a sum that has been computed
+    already."""
     silu: Callable[[Tensor], Tensor]
-    """Product of activated gates and ups, which are concatenated."""
+    """Product silu(gate) * up. The input has gates and ups concatenated along the last dim."""
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    """q, k (T, H D), cos and sin (T, D / 2), D."""
+    """Rotation of queries and keys. Arguments: q and k (T, H D), cos and sin (T, D / 2), and D."""
     attention: Callable[..., tuple[Tensor, Tensor]]
-    """q, k, v (T, H, D), ends (N + 1,), the longest length, scale, causal: (T, H, D), and what the gradient needs."""
+    """Attention. Arguments: q, k and v (T, H, D), ends (N + 1,) of N sequences, length of the longest one, scale, and
+    causal. Returns the output (T, H, D) and a tensor that the backward pass needs."""
     logprobs: Callable[[Tensor, Tensor], Tensor]
-    """Logits (N, V), ids (N,) to (N,)."""
+    """Log-probs (N,) of the tokens with ids (N,), given logits (N, V)."""
     vision_rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(T, H, D), cos and sin (T, D / 2)."""
+    """Rotation in the vision tower. Arguments: queries or keys (T, H, D), and cos and sin (T, D / 2)."""
 
 
 def vllm_kernels() -> Kernels:
-    """Needs VLLM_BATCH_INVARIANT=1 in the environment, which chooses the launch of the fused norm."""
+    """Return vLLM's kernels. The environment must contain VLLM_BATCH_INVARIANT=1, which determines how the fused norm
+    is launched."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers.batch_invariant import matmul_persistent, rms_norm_batch_invariant
     from vllm.model_executor.layers.rotary_embedding.mrope import triton_mrope
@@ -98,7 +102,7 @@ def vllm_kernels() -> Kernels:
 
 
 def plain_kernels() -> Kernels:
-    """The same operations in PyTorch."""
+    """Return the same operations, written in plain PyTorch."""
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -144,7 +148,7 @@ def kernels() -> Kernels:
 
 
 class Matmul(torch.autograd.Function):
-    """x W^T (+ b, added after rounding, as the server does)."""
+    """Product x W^T with a gradient. A bias is added after the product has been rounded, as in the server."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -198,7 +202,8 @@ class Silu(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """q, k (T, H, D) by angles (T, D / 2); the gradient is turned back."""
+    """Rotation of queries and keys (T, H, D) by angles (T, D / 2). The backward pass rotates gradients in the opposite
+    direction."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +223,11 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 class Attention(torch.autograd.Function):
-    """The server's FlashAttention 3 forward, PyTorch's FlashAttention 2 backward: (T, H, D) to (T, H, D).
+    """Attention (T, H, D) that uses the server's FlashAttention 3 in the forward pass and PyTorch's FlashAttention 2 in
+    the backward pass.
+
+    FlashAttention 2 sums gradients in a fixed order only if `torch.use_deterministic_algorithms` raises errors, not if
+    it only warns.
 
     The latter adds up in one order only where `torch.use_deterministic_algorithms` is more than a warning.
     """
@@ -274,13 +283,13 @@ _ON: set[str] = set()
 
 
 def use(names: Collection[str]) -> None:
-    """Subset of `ALL`: the server's kernels that the trainer runs."""
+    """Choose the server's kernels that the trainer runs, by name: a subset of `ALL`."""
     _ON.clear()
     _ON.update(names)
 
 
 def switchable(model: Any) -> Any:
-    """Let `use` choose the kernels of a model that was made with `sdpa`."""
+    """Prepare a model that was made with `sdpa`, so that `use` can choose its kernels."""
     body = model.model
     body.language_model.config._attn_implementation, body.visual.config._attn_implementation = NAME, VISION_NAME
     for layer in body.language_model.layers:
@@ -331,7 +340,7 @@ def _mlp(key: str, module: Any, x: Tensor) -> Tensor:
 
 
 def _angles(key: str, original: Callable[..., Any], module: Any, x: Tensor, position_ids: Tensor) -> Any:
-    """The frequencies that the server computes on the GPU; transformers does it on the CPU."""
+    """Compute the rotary frequencies on the GPU as the server does. transformers computes them on the CPU."""
     if key not in _ON:
         return original(module, x, position_ids)
     size = 2 * len(module.inv_freq)
@@ -345,7 +354,7 @@ def _angles(key: str, original: Callable[..., Any], module: Any, x: Tensor, posi
 
 
 def _rotary(original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any) -> Any:
-    """(1, H, T, D), cos and sin (1, T, D)."""
+    """Rotate queries and keys (1, H, T, D) by cos and sin (1, T, D)."""
     if "rotary" not in _ON:
         return original(q, k, cos, sin, *more)
     half = [x[0, :, : x.shape[-1] // 2].contiguous() for x in (cos, sin)]
@@ -354,7 +363,8 @@ def _rotary(original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin
 
 
 def _vision_rotary(original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """(T, H, D), cos and sin (T, D): rounded to the dtype of q, as the server's are."""
+    """Rotate queries and keys (T, H, D) by cos and sin (T, D), which are first rounded to the dtype of q as in the
+    server."""
     if "v_rotary" not in _ON:
         return original(q, k, cos, sin)
     half = [x[:, : x.shape[-1] // 2].to(q.dtype).contiguous() for x in (cos, sin)]
@@ -389,7 +399,8 @@ AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 @contextmanager
 def rotations() -> Iterator[None]:
-    """`use` chooses the rotations too, which are functions of transformers' module."""
+    """Let `use` also choose the rotations during the block. They are functions of a transformers module, so they are
+    patched."""
     text, vision = qwen.apply_rotary_pos_emb, qwen.apply_rotary_pos_emb_vision
     with (
         patch.object(qwen, "apply_rotary_pos_emb", partial(_rotary, text)),
@@ -399,7 +410,7 @@ def rotations() -> Iterator[None]:
 
 
 def logprobs(model: Any, ids: Sequence[int], places: Sequence[int], image: dict[str, Tensor] | None = None) -> Tensor:
-    """(N,) of the tokens at `places` of one row."""
+    """Return the log-probs (N,) of the N tokens at `places` of one row of token ids."""
     row = torch.tensor([ids], device=model.device)
     inputs = {"input_ids": row, "mm_token_type_ids": (row == model.config.image_token_id).int(), **(image or {})}
     at = torch.tensor(places, device=model.device)

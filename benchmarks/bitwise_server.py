@@ -24,7 +24,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     "graphs": {"invariant": True, "mode": "graphs", "patched": True},  # the same kernels, CUDA graphs when decoding
 }
 PAGE, EXTRA = 16, 20
-"""Tokens of a page of the server's cache; of what the user says in a second turn."""
+"""Number of tokens in a page of the server's cache, and number of tokens that the user says in the second turn."""
 
 
 def patch_server() -> None:
@@ -56,7 +56,8 @@ def patch_server() -> None:
 
 
 def engine(model: Path, how: Mapping[str, Any]) -> Any:
-    """`how`: of `SERVERS`. VLLM_BATCH_INVARIANT is in the environment."""
+    """Return a vLLM engine of the kind `how`, one of the values of `SERVERS`. VLLM_BATCH_INVARIANT is set in the
+    environment."""
     from vllm import LLM
 
     if how.get("patched") and CUDA:
@@ -85,12 +86,13 @@ def engine(model: Path, how: Mapping[str, Any]) -> Any:
 
 
 def make_images(folder: Path, small: bool, count: int) -> list[Any]:
-    """One for each prompt, and one for the dump."""
+    """Return one image for each of `count` prompts, and one for the prompt whose module outputs are recorded."""
     return [image for letter in "ABC" for (image,) in Case(folder, letter, small).images][: count + 1]
 
 
 def prompts(folder: Path, small: bool, count: int) -> dict[str, list[list[int]]]:
-    """Token ids of each case, an image being one token; the last prompt is for the dump."""
+    """Return the token ids of the prompts of each case, with one token per image. The last prompt of a case is the one
+    whose module outputs are recorded."""
     config = json.loads((folder / "base/config.json").read_text())
     random, (low, high) = np.random.default_rng(3), (500, 2000) if small else (1000, 151_000)
     image = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
@@ -103,7 +105,7 @@ def prompts(folder: Path, small: bool, count: int) -> dict[str, list[list[int]]]
 
 
 class Server:
-    """An engine, and the prompts and images of `folder`, of which there are `count` of each case."""
+    """A vLLM engine, with the prompts and images made from `folder`: `count` prompts of each case."""
 
     def __init__(self, llm: Any, folder: Path, small: bool, count: int, answers: int) -> None:
         self.llm, self.small, self.count, self.answers = llm, small, count, answers
@@ -113,12 +115,12 @@ class Server:
         self.bias = {config[f"{name}_token_id"]: -100.0 for name in names}
 
     def forget(self) -> None:
-        """Keys and values of prefixes, and images."""
+        """Empty the caches: keys and values of prefixes, and encoded images."""
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def load(self, model: nn.Module) -> None:
-        """The weights of transformers' model, in place."""
+        """Copy the weights of a transformers model into the engine, in place."""
         weights = [(name, value.detach()) for name, value in model.named_parameters()]
         if CUDA:
             self.llm.apply_model(partial(_load, weights))
@@ -127,11 +129,12 @@ class Server:
         self.forget()
 
     def first(self, case: str, which: Sequence[int], seed: int = 0) -> list[dict[str, Any]]:
-        """An answer to each of the prompts `which` of "text" or "image"."""
+        """Sample one answer to each of the prompts with the numbers `which`. `case` is "text" or "image"."""
         return self.sample([self.prompts[case][i] for i in which], self._shown(case, which), seed)
 
     def second(self, case: str, which: Sequence[int], one: list[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
-        """The turn after `one`, whose keys and values may be in the cache."""
+        """Sample the second turn after the first turns `one`. Keys and values of the first turns may still be in the
+        cache."""
         texts, ids = self.prompts["text"], self.prompts[case]
         arguments = [
             [*ids[i], *a["answer"], *texts[self.count - 1 - i][:EXTRA]] for i, a in zip(which, one, strict=True)
@@ -141,7 +144,8 @@ class Server:
     def sample(
         self, ids: Sequence[list[int]], images: Sequence[int] | None, seed: int = 0, answers: int | None = None
     ) -> list[dict[str, Any]]:
-        """At temperature 1, with seeds from `seed` on: `ids` with all of an image's tokens, sampled at `places`."""
+        """Sample an answer to each prompt at temperature 1; prompt i has the seed `seed` + i. In a result, `ids` has
+        the whole sequence with all tokens of an image, and `places` has the positions of the sampled tokens."""
         from vllm import SamplingParams
 
         arguments = [self._prompt(one, images[i] if images else None) for i, one in enumerate(ids)]
@@ -162,7 +166,8 @@ class Server:
         return result
 
     def as_prompts(self, samples: list[dict[str, Any]]) -> Any:
-        """The log-probs of answers that are part of the prompt, one after another."""
+        """Return the log-probs that the server computes for answers when they are part of the prompt, as one
+        concatenated array."""
         from vllm import SamplingParams
 
         settings = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -175,7 +180,8 @@ class Server:
         return np.array(values, np.float32)
 
     def dump(self, case: str) -> dict[str, Any]:
-        """Outputs of modules for a prompt that the server has not seen, and for three steps after it."""
+        """Record the outputs of modules for a prompt that the server has not seen before, and for the three decoding
+        steps after it."""
         seen: dict[str, list[Tensor]] = {}
         self.forget()
         try:
@@ -186,7 +192,7 @@ class Server:
         return {"sample": sample, "seen": {key: torch.cat(parts) for key, parts in seen.items()}}
 
     def speed(self) -> dict[str, float]:
-        """Throughput of answers at once and of prompts alone, the better of two runs."""
+        """Measure the throughput of many concurrent answers, and of prompts alone. Each is the better of two runs."""
         count, answers = (4, 16) if self.small else (64, 256)
         texts = [self.prompts["text"][i % self.count] for i in range(count)]
         many = [[600 + i, *one] for i, one in enumerate(texts)]  # no two begin alike
@@ -234,12 +240,13 @@ PLACES = {
     "language_model.norm": (None, "norm"),  # transformers'
     "language_model.model.norm": (None, "norm"),
 }
-"""The names of modules end so: what goes in, what comes out."""
+"""Names for the recorded input and output of a module, by the end of the module's name. None: not recorded."""
 HOOKS: list[Any] = []
 
 
 def watch(seen: dict[str, list[Tensor]], model: nn.Module) -> None:
-    """Keep in `seen` what the modules of `PLACES` take and give, one tensor for each forward pass.
+    """Record the inputs and outputs of the modules in `PLACES`. `seen` gets a list for each recorded name, with one
+    tensor per forward pass.
 
     Blocks of vLLM's vision tower call no hooks; what goes into the next one stands for them.
     """

@@ -21,7 +21,8 @@ PIXELS, DPI = 112, 100
 
 
 def write_charts(folder: Path, count: int = 500, seed: int = 0) -> Path:
-    """The table; a row has `question`, `image` (a path below `folder`), `answer`, and `place` of the highest bar."""
+    """Write images of bar charts and a table. A row of the table has `question`, `image` (a path below `folder`),
+    `answer`, and `place`, the position of the highest bar."""
     rng = np.random.default_rng(seed)
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def measure() -> list[Row]:
 
 
 def _rank(checkpoint: Path, folder: Path) -> None:
-    """Measure what one rank needs and write it to rank-N.json."""
+    """Measure the memory and time that one rank needs, and write them to rank-N.json."""
     import torch
 
     from armature.components.contracts.machine import Machine, MachineTrainer
@@ -105,7 +105,8 @@ def _rank(checkpoint: Path, folder: Path) -> None:
 
 
 def _reset() -> int:
-    """Bytes that this process holds, without what it has freed; its peak begins again here."""
+    """Return the number of bytes that this process holds, without memory it has freed. The measurement of its peak
+    starts again."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")

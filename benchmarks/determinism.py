@@ -15,7 +15,7 @@ from benchmarks.table import Row, pair
 
 THREADS, ROUNDS, TOKENS, WORDS = 2, 6, 64, 90
 AT_ONCE = {1: 8, 8: 32, 64: 128}
-"""Requests in flight, and how many are sent in a round."""
+"""Number of requests sent in a round, by the number of requests in flight."""
 
 
 def measure() -> list[Row]:

@@ -62,7 +62,7 @@ def measure() -> list[Row]:
 
 
 def tiny_policy(scratch: Path) -> MolmoAct2Policy:
-    """Random weights and small images: it never succeeds, so that every episode is as long."""
+    """Return a policy with random weights and small images. It never succeeds, so all episodes have the same length."""
     settings = RobotPolicySettings(**{**POLICY, "tiny": {**TINY, "image_side": 56}})
     loaded = load_policy(make_tiny_policy(scratch / "policy", settings), settings, ROBOT)
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)

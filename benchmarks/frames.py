@@ -23,7 +23,7 @@ SIDE, CHUNK, SAMPLES = 128, 10, 200
 
 
 def example_dataset(root: Path, stored: str, episodes: int, length: int) -> Dataset:
-    """A red box goes over a still, slightly noisy ground, seen by two cameras."""
+    """Write a dataset in which two cameras see a red box that moves over a still, slightly noisy background."""
     video = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, keyframe_every=2)
     layout = LayoutSettings(chunks_size=1000, data_files_size_in_mb=100, video_files_size_in_mb=200, video=video)
     features = {name: Feature(dtype=stored, shape=(SIDE, SIDE, 3)) for name in CAMERAS}
@@ -44,7 +44,7 @@ def example_dataset(root: Path, stored: str, episodes: int, length: int) -> Data
 
 
 def reopened(dataset: Dataset, mixture: Mixture) -> None:
-    """The same samples' columns and images, each read from its files."""
+    """Return the columns and images of the same samples, with each sample read from its files separately."""
     for position in range(SAMPLES // 10):
         sample = mixture.place(position)
         episode = dataset.episode_at(sample.frame)

@@ -42,7 +42,8 @@ RECIPE = (
 
 
 class Uneven(Colors):
-    """Colors, where an answer takes `SHORT` seconds to judge, or `LONG` ones, as a simulator or a test suite would."""
+    """The environment `Colors`, in which judging an answer takes `SHORT` or `LONG` seconds, as with a simulator or a
+    test suite."""
 
     name = "uneven"
 

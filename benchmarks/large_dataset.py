@@ -44,13 +44,14 @@ from benchmarks.table import Row, seconds
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 SIDE, FPS, LENGTH, TASK_COUNT = 64, 10, 8, 1000
 OF_DATA_FILE, OF_META_FILE = 1000, 250_000
-"""Episodes of a data file, and of a file of meta/episodes."""
+"""Number of episodes in a data file, and in a file of meta/episodes."""
 WIDTHS = {"observation.state": 8, "action": 7}
 SIZE, VIDEO_FILES, WORKERS = 1_000_000, 20_000, 4
 
 
 def write_dataset(root: Path, episodes: int, video_files: int) -> None:
-    """`episodes` of `LENGTH` frames, `video_files` over both cameras."""
+    """Write a dataset with `episodes` episodes of `LENGTH` frames. Both cameras together have `video_files` video
+    files."""
     of_video_file = episodes * len(CAMERAS) // video_files
     features = {name: Feature(dtype="float32", shape=(width,)) for name, width in WIDTHS.items()} | OWN_FEATURES
     _write_data(root, episodes, features)
@@ -122,7 +123,8 @@ def _write_episodes(root: Path, episodes: int, of_video_file: int) -> None:
 
 
 def _write_videos(root: Path, files: int, episodes: int) -> None:
-    """Hard links to one film of as many frames as each has."""
+    """Write one video with the frames of `episodes` episodes, and hard links to it as the video files of both
+    cameras."""
     settings = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=30, keyframe_every=LENGTH)
     film = root / "film.mp4"
     writer = VideoWriter(film, FPS, SIDE, SIDE, settings)
@@ -152,7 +154,7 @@ def first_sample(root: Path) -> None:
 
 
 def listed(dataset: Dataset) -> list[dict[str, Any]]:
-    """The content of the index, with one object for each episode."""
+    """Read the dataset's episode index as a list with one dict per episode."""
     paths = (dataset.root / name for name in dataset.files.names("meta/episodes"))
     return [row for path in paths for row in pq.read_table(path, partitioning=None).to_pylist()]
 

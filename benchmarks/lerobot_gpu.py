@@ -26,11 +26,11 @@ HERE = Path(__file__).parent
 SMALL = not torch.cuda.is_available()
 ROUNDS, CALLS = 3, {"answer 1": 10, "answer 8": 5, "expert 8": 4, "expert 32": 3, "full 32": 2, "lora 32": 2}
 WAYS = ("plain", "compiled")
-"""Settings of LeRobot's side."""
+"""Variants in which LeRobot is measured."""
 
 
 class Side:
-    """A process that answers requests, one at a time."""
+    """Process of one of the two compared sides. It answers one request at a time."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         words = [*command, *(["small"] if SMALL else [])]
@@ -58,7 +58,10 @@ class Side:
 
 
 def compare(case: str, ours: Side, theirs: Side) -> dict[str, Any]:
-    """A case on both sides: medians in seconds, ratios of ours to theirs with their spread, and what shows equal work.
+    """Measure a case on both sides. Return median seconds, the ratios of our time to theirs with their spread, and the
+    facts which show that both sides do equal work.
+
+    A round's ratio is the ratio of the two medians in that round.
 
     The ratio of a round is that of its medians.
     """

@@ -40,7 +40,8 @@ def measure() -> list[Row]:
 
 
 def _chunks(scene: str) -> Row:
-    """A policy that carries out ten actions sees one moment of ten; LIBERO draws them all."""
+    """Compare ten simulator steps with one observation after them. A policy that executes ten actions per chunk sees
+    only one of ten moments, but LIBERO renders all ten."""
     task = suite_tasks("libero_spatial")[0]
     ours = LiberoSimulator(task, settings())
     ours.reset(0, 0)
@@ -78,7 +79,7 @@ def _chunks(scene: str) -> Row:
 
 
 def _resets(scene: str) -> Row:
-    """To a stored state, with the first images."""
+    """Compare resets to a stored initial state, including the first images."""
     task = suite_tasks("libero_spatial")[0]
     ours, states = LiberoSimulator(task, settings()), load_initial_states(task)
     from libero.libero.envs.env_wrapper import OffScreenRenderEnv
@@ -114,7 +115,7 @@ def _resets(scene: str) -> Row:
 
 
 def _drawing(side: int, scene: str) -> Row:
-    """Both cameras, once."""
+    """Compare rendering one image of each of two cameras without and with reflections."""
     task = suite_tasks("libero_spatial")[0]
     made = [LiberoSimulator(task, settings(resolution=side, reflections=mirrors)) for mirrors in (False, True)]
     for simulator in made:
@@ -132,7 +133,7 @@ def _drawing(side: int, scene: str) -> Row:
 
 
 def _processes() -> Row:
-    """Physics alone, two processes against one."""
+    """Compare the simulator steps per second of two processes with those of one process."""
     task = suite_tasks("libero_spatial")[0]
     still = np.tile(np.float32([0, 0, 0, 0, 0, 0, -1]), (STEPPED, 1))
     with (
@@ -161,7 +162,7 @@ def _together(processes: list[SimulatorProcess], actions: Any) -> float:
 
 
 def _core(work: Callable[[], object]) -> float:
-    """Processor seconds, including the software renderer's threads."""
+    """Return the CPU seconds that `work` takes, including the threads of the software renderer."""
     began = time.process_time()
     work()
     return time.process_time() - began

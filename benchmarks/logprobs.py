@@ -74,7 +74,7 @@ print(json.dumps({"peak": peak - before, "seconds": seconds, "mean": logprobs.me
 
 
 def batch_of():  # type: ignore[no-untyped-def]
-    """Text of (ROWS, LENGTH) whose last RESPONSE tokens are trained on."""
+    """Return a batch of text with shape (ROWS, LENGTH). The last RESPONSE tokens of each row are trained on."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -17,9 +17,9 @@ from benchmarks.step_case import need_gpu
 VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384)
 CHUNK, ROUNDS = 2048, 5
 PEAK_FLOPS = 989e12
-"""Dense bf16 of an H200 SXM, by its data sheet."""
+"""Peak bf16 operations per second of an H200 SXM without sparsity, from its data sheet."""
 ONCE = ("all logits", "normal", "liger, one gradient for all")
-"""These make the logits once."""
+"""Names of the implementations that compute the logits only once."""
 
 Step = Callable[[Tensor, nn.Linear, Tensor, Tensor], Tensor]
 
@@ -32,7 +32,8 @@ def all_logits(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) 
 
 
 def ours(name: str, chunk: int = CHUNK) -> Step:
-    """The backend is made once, as a policy makes it."""
+    """Return a step with our log-probs backend `name`. The backend is made once and used in all steps, as in a
+    policy."""
     device = torch.device("cuda")
     anything = nn.Linear(8, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     backend = HEADS[name](HeadSettings(1.0, None, chunk), anything, device)
@@ -47,7 +48,8 @@ def ours(name: str, chunk: int = CHUNK) -> Step:
 
 
 def liger(reduction: str) -> Step:
-    """No entropy. "none" gives each token its own gradient, as a policy needs; "mean" one to all, and saves a pass."""
+    """Return a step with Liger's loss, which computes no entropy. With "none" each token has its own gradient, as a
+    policy needs. With "mean" all tokens share one, which saves a pass."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     def step(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ def liger(reduction: str) -> Step:
 
 
 def trl(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tensor:
-    """TRL's chunked head, log-probs and entropies, in its Triton kernels."""
+    """Compute the loss with TRL's chunked output head: log-probs and entropies from its Triton kernels."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     wanted = ("log_probs", "entropy")
@@ -70,7 +72,8 @@ def trl(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tens
 
 @dataclass(frozen=True)
 class Figure:
-    """Medians of forward and backward. `gib` is the peak above hidden states and weight; gradients are part of it."""
+    """Median time of a forward and backward pass. `gib` is the peak memory in addition to hidden states and weight; it
+    includes the gradients."""
 
     width: int
     tokens: int
@@ -81,7 +84,7 @@ class Figure:
 
 
 def record() -> None:
-    """Measure everything and put it on the page.
+    """Measure everything and write the results to the benchmark page.
 
     The least that forward and backward can do is 8 N V D operations: the logits twice, and the products for both
     gradients; or 6, where logits are kept or each token's gradient is known in the forward pass. What they must move,
@@ -159,7 +162,8 @@ def _size(width: int, tokens: int, steps: dict[str, Step]) -> list[Figure]:
 
 
 def _product(width: int, tokens: int) -> float:
-    """Operations per second of one product of this width, by cuBLAS: what a kernel can hope for."""
+    """Return the operations per second of one cuBLAS product of this width: the most that a kernel can hope to
+    reach."""
     a = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(VOCABULARY // 4, width, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(tokens, len(b), device="cuda", dtype=torch.bfloat16)

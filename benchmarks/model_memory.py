@@ -31,11 +31,12 @@ MODELS: Mapping[str, str] = {
     "Gemma-3-4B": "google/gemma-3-4b-it",
     "LLaVA-1.5-7B": "llava-hf/llava-1.5-7b-hf",
 }
-"""Names on the page, and places."""
+"""Sources of the models, by the name on the benchmark page."""
 
 
 def estimates(source: str) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:
-    """Training all weights, LoRA of rank 16 on the language model's linear layers, and these above 4 bits."""
+    """Estimate the memory of three trainings: all weights, LoRA of rank 16 on the language model's linear layers, and
+    the same LoRA above 4-bit weights."""
     trainer = TrainerSettings(learning_rate=1e-6, max_steps=1, autocast="bf16", max_tokens_per_micro_batch=TOKENS)
     common = {"revision": "main", "gradient_checkpointing": True}
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +49,8 @@ def estimates(source: str) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstima
 
 
 def gpus(estimate: MemoryEstimate) -> str:
-    """The fewest GPUs of usual sizes over which FSDP2 shards weights, gradients and moments."""
+    """Return the smallest number of GPUs of each usual size that suffices when FSDP2 shards weights, gradients and
+    moments."""
     for count in (1, 2, 4, 8):
         for size in (24, 48, 80):
             if estimate.over(count).trainer * OVERHEAD <= size * 1e9:

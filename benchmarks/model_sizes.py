@@ -84,7 +84,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def config_of(source: str) -> PretrainedConfig:
-    """The configuration of a model of these sizes.
+    """Return a configuration with the sizes of the model `source`.
 
     Raises:
         KeyError: its sizes are not known here.
@@ -94,7 +94,7 @@ def config_of(source: str) -> PretrainedConfig:
 
 
 def policy_config_of(source: str) -> MolmoAct2Config:
-    """The configuration of a released MolmoAct2.
+    """Return the configuration of the released MolmoAct2 checkpoint `source`.
 
     Raises:
         KeyError: its sizes are not known here.

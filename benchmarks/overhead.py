@@ -13,7 +13,7 @@ GENERATE, TRAIN, SYNC = 0.2, 0.2, 0.1  # seconds of a step's units, as sleep
 
 
 class Sleeping:
-    """Steps whose units take a known time and no processor."""
+    """Training steps whose units only sleep. So they take a fixed time and need no CPU."""
 
     def rollouts(self, step: int) -> Any:
         time.sleep(GENERATE)
@@ -44,7 +44,7 @@ class Sleeping:
 
 
 class Silent:
-    """Events that nobody reads."""
+    """Implementation of the events that ignores all events."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 
@@ -91,7 +91,8 @@ def measure() -> list[Row]:
 
 
 def _prefect() -> float:
-    """Milliseconds per step with PrefectUnits, on a server of its own that is up before the clock starts."""
+    """Return the milliseconds per step with PrefectUnits. They use a Prefect server of their own, which is started
+    before the measurement."""
     from prefect import flow, task
     from prefect.testing.utilities import prefect_test_harness
 
@@ -112,7 +113,8 @@ def _prefect() -> float:
 
 
 def _of_a_run() -> list[Row]:
-    """From the newest training run in the local store, if there is one: what is neither waiting nor computing."""
+    """Return the mean time that the newest training run in the local store took to build a batch. Return no row if
+    there is no such run."""
     import json
 
     histories = sorted(Path(".armature/store/train-vlm").glob("*/history.json"), key=lambda p: p.stat().st_mtime)

@@ -30,9 +30,11 @@ EOS, PAD, IM_START, IM_END, IM_PATCH, ACTION_START, ACTION_END, FIRST_ACTION = (
     *(151_932, 151_933, 151_934),
 )
 CASES = ("expert 8", "expert 32", "lora 8", "lora 32", "full 8", "full 32", "answer 1", "answer 8", "answer 32")
-"""The trained parts and the examples of an update, or the rows that are answered at once."""
+"""Names of the cases. A training case has the trained parts and the number of examples per update; "answer N" computes
+N answers at once."""
 COMPARED, FLOW_SEED = 2, 7
-"""Examples whose loss and gradient both sides compute, and the seed of their flow times and noise."""
+"""Number of examples for which both sides compute loss and gradient, and the seed of the flow times and noise used for
+them."""
 RELEASED: dict[str, Any] = {
     "model_type": "molmoact2",
     "vit_config": {
@@ -94,7 +96,7 @@ RELEASED: dict[str, Any] = {
 
 
 def sizes(small: bool) -> dict[str, Any]:
-    """The released configuration, or one with small layers, to see on a CPU that it runs."""
+    """Return the released configuration. With `small`, return one with small layers, for a trial run on a CPU."""
     made = copy.deepcopy(RELEASED)
     if small:
         heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
@@ -118,12 +120,13 @@ def sizes(small: bool) -> dict[str, Any]:
 
 
 def patches_of(config: dict[str, Any]) -> int:
-    """Patches along a side of an image."""
+    """Return the number of patches along one side of an image."""
     return int(config["vit_config"]["image_default_input_size"][0]) // 14
 
 
 def examples(config: dict[str, Any], count: int, *, answers: bool) -> Iterator[dict[str, Any]]:
-    """Two images, words of lengths that differ as LIBERO's tasks do, and 40 action tokens where tokens are trained.
+    """Return examples with two images and with texts whose lengths differ as in LIBERO's tasks. If action tokens are
+    trained, an example also has 40 of them.
 
     ids, image_tokens: (S,). pixels: (IMAGES, patches, 588) uint8 levels. windows: (P, 4), of one image. labels: (S,) or
     None. actions: (CHUNK, 32) fp32.
@@ -154,7 +157,7 @@ def examples(config: dict[str, Any], count: int, *, answers: bool) -> Iterator[d
 
 
 def flow_samples(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Times (COMPARED, DRAWS) and noise (COMPARED, DRAWS, CHUNK, 32)."""
+    """Return flow times (COMPARED, DRAWS) and noise (COMPARED, DRAWS, CHUNK, 32)."""
     random = np.random.default_rng(FLOW_SEED)
     times = random.beta(1.0, 1.5, (COMPARED, DRAWS)).astype(np.float32) * 0.998 + 0.001
     noise = random.standard_normal((COMPARED, DRAWS, CHUNK, config["max_action_dim"])).astype(np.float32)
@@ -163,7 +166,8 @@ def flow_samples(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def fill(name: str, tensor: torch.Tensor) -> None:
-    """The same values for the weight of this released name on every side, exact in bf16 but for rotary frequencies."""
+    """Fill the weight with this released name with values that depend only on the name, so that all sides have equal
+    weights. All values but the rotary frequencies are exact in bf16."""
     if name.endswith("rotary_emb.inv_freq"):
         half = tensor.numel()
         exponents = torch.arange(0, 2 * half, 2, dtype=torch.int64).float() / (2 * half)
@@ -176,20 +180,21 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 
 def clean() -> None:
-    """Give the GPU's memory back."""
+    """Release unused GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def norm_of(parameters: Any) -> float:
-    """Norms of the gradients of all of these."""
+    """Return the norm of the gradients of these parameters."""
     gradients = [each.grad.float().norm() for each in parameters if each.grad is not None]
     return float(torch.stack(gradients).norm())
 
 
 def timed(work: Callable[[], object], count: int) -> dict[str, Any]:
-    """Seconds of each of so many calls, ended by a synchronization, and the peak of the GPU's memory meanwhile."""
+    """Call `work` `count` times. Return the seconds of each call, measured with a synchronization at its end, and the
+    peak of GPU memory."""
     cuda, taken = torch.cuda.is_available(), []
     if cuda:
         torch.cuda.synchronize()
@@ -205,7 +210,8 @@ def timed(work: Callable[[], object], count: int) -> dict[str, Any]:
 
 
 class Side(ABC):
-    """Commands that a driver sends to a side. `open_training` and `open_answer` set `work`, one update or one call."""
+    """Commands that a driver sends to one of the compared sides. `open_training` and `open_answer` set `work`, which
+    makes one update or one call."""
 
     def __init__(self, small: bool) -> None:
         self.raw, self.small = sizes(small), small
@@ -213,7 +219,7 @@ class Side(ABC):
         self.work: Any = None
 
     def open(self, case: str) -> dict[str, Any]:
-        """Facts about a case, reported before it is measured, when `work` is warm."""
+        """Prepare a case and warm up `work`. Return facts about the case, which are reported before it is measured."""
         mode, count = case.split()
         result = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
         timed(self.work, 3)
@@ -221,11 +227,12 @@ class Side(ABC):
 
     @abstractmethod
     def open_training(self, mode: Any, batch: int) -> dict[str, Any]:
-        """The loss of the first examples with given flow times and noise, without dropout, and its gradient's norm."""
+        """Prepare updates. Return the loss of the first examples with fixed flow times and noise and without dropout,
+        and the norm of its gradient."""
 
     @abstractmethod
     def open_answer(self, rows: int) -> dict[str, Any]:
-        """Facts about a number of answers at once."""
+        """Prepare calls that compute `rows` answers at once. Return facts about them."""
 
     def measure(self, count: int) -> dict[str, Any]:
         return timed(self.work, count)
@@ -237,7 +244,8 @@ class Side(ABC):
 
 
 def serve(side: Side) -> None:
-    """Answer requests, a line of JSON on standard input each, by the methods of `side`; all else goes to stderr."""
+    """Answer requests by calling the methods of `side`. Each request is a line of JSON on standard input. All other
+    output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -113,7 +113,8 @@ class LeRobot(Side):
         return result | {"tokens": int(inputs["attention_mask"].sum()), "trained": trained}
 
     def _first(self, policy, inputs, tokens):
-        """Loss of these and norm of the expert's gradient, with given flow times and noise, without dropout."""
+        """Return the loss of these examples and the norm of the action expert's gradient. Flow times and noise are
+        fixed, and there is no dropout."""
         times, noise = (part.to(self.device) for part in flow_samples(self.raw))
         with policy._autocast_context():
             loss, states = policy._compute_flow_matching_loss_joint_per_layer(

@@ -46,7 +46,7 @@ from benchmarks.policy_case import (
 
 
 class Drawn:
-    """A checkpoint whose weights are drawn from their names."""
+    """A checkpoint whose weights are random numbers that depend only on the names of the weights."""
 
     def __init__(self, model: MolmoAct2, config: MolmoAct2Config, device: torch.device) -> None:
         state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
@@ -89,8 +89,8 @@ class Ours(Side):
         return model
 
     def open_answer(self, rows: int) -> dict[str, Any]:
-        """With the distance of the first row's actions from those in fp32, plainly computed and as they are measured,
-        relative to their norm."""
+        """Prepare calls that compute `rows` answers at once. Return how far the first row's actions are from actions
+        computed in fp32 with plain operations, relative to the norm of the latter."""
         arguments = examples_of(self.raw, rows, answers=False, trained=False)
         exact, plain = (self._plain_actions(dtype, arguments[:1]) for dtype in ("float32", "bfloat16"))
         model = self._model("bfloat16", 0.0)
@@ -152,8 +152,8 @@ def trainer_settings(mode: Mode, batch: int, *, compiled: bool) -> VLATrainerSet
 
 
 def examples_of(raw: dict[str, Any], count: int, *, answers: bool, trained: bool) -> list[Example]:
-    """Examples of `benchmarks.policy_case`, with action tokens where there are `answers`, and with actions if
-    `trained`."""
+    """Return `count` examples of `benchmarks.policy_case` in our format. They have action tokens if `answers` is set,
+    and actions if `trained` is set."""
     side = patches_of(raw)
     return [
         Example(

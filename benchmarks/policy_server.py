@@ -64,7 +64,8 @@ def measure() -> list[Row]:
 
 
 def play(url: str, clients: int, answers: int) -> tuple[list[float], float]:
-    """Seconds of each answer, and of all: every client asks again as soon as it has its answer."""
+    """Let clients ask a server; each client asks again as soon as it has an answer. Return the seconds of each answer,
+    and the seconds that all answers took together."""
     return asyncio.run(_play(url, clients, answers))
 
 
@@ -94,7 +95,7 @@ async def _play(url: str, clients: int, answers: int) -> tuple[list[float], floa
 
 @contextmanager
 def _serving(policy: MolmoAct2Policy) -> Iterator[str]:
-    """The address of a server in a thread."""
+    """Run a policy server in a thread during the block. Yield its address."""
     url, running = Future[str](), Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]()
     form = ObservationFormat.of(policy.cameras, policy.state_dimensions, STATE)
     settings = PolicyServerSettings(port=0, batch=BATCH)
@@ -134,5 +135,5 @@ def _observation(fields: Message) -> RobotObservation:
 
 
 def _percentile(times: Sequence[float], share: int) -> float:
-    """In milliseconds."""
+    """Return a percentile of times in seconds, converted to milliseconds."""
     return 1e3 * statistics.quantiles(times, n=100, method="inclusive")[share - 1]

@@ -32,7 +32,7 @@ def measure() -> list[Row]:
 
 
 async def _measure(scratch: Path) -> list[list[float]]:
-    """The rates of each round: through the pool, over aiohttp, over httpx."""
+    """Return the request rates of each round: through the pool, with aiohttp, and with httpx."""
     from armature.components.contracts.machine import Machine, MachineLimits
     from armature.components.inference.client import open_session, request_body
     from armature.components.inference.pool import ServerPool

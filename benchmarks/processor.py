@@ -81,7 +81,7 @@ ROBOT = RobotMetadata(
 
 
 def processor() -> Processor:
-    """A processor of the released image size. Its tokenizer is small, which favors neither side."""
+    """Return a processor with the released image size. Its tokenizer is small, which favors neither side."""
     settings = RobotPolicySettings(**POLICY)
     with tempfile.TemporaryDirectory() as folder:
         return load_parts(make_tiny_policy(Path(folder) / "policy", settings), settings, ROBOT).processor()
@@ -95,7 +95,8 @@ def frame(random: np.random.Generator) -> tuple[RobotObservation, Floats]:
 
 
 def by_libraries(encoder: Processor, observation: RobotObservation, actions: Floats) -> tuple[Ints, Floats]:
-    """The released code's steps: the whole text tokenized each time, torchvision's resize, patches by numpy."""
+    """Prepare inputs with the steps of the released code: the whole text is tokenized each time, torchvision resizes
+    images, and numpy makes patches."""
     side, patch = encoder.layout.side, encoder.layout.patch
     rows = side // patch
     resize, patches = Resize([side, side], InterpolationMode.BILINEAR, antialias=False), []

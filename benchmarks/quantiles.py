@@ -29,13 +29,14 @@ FRAMES, EPISODES, WIDTH, BINS = 272_573, 1_693, 8, 5_000
 
 
 def ours(rows: Array, lengths: list[int]) -> Array:
-    """Ours: each episode's and all's statistics; returns all's quantiles."""
+    """Compute the statistics of each episode and of all episodes with our code. Return the quantiles of all
+    episodes."""
     _, values = quantiles.measure(rows, lengths, "state")
     return values.statistics(os.cpu_count() or 1).quantiles
 
 
 def plain(rows: Array, lengths: list[int]) -> Array:
-    """The same by numpy's functions, episode by episode and for all."""
+    """Compute the same statistics with numpy's functions, for each episode and for all."""
     for part in (*np.split(rows, np.cumsum(lengths)[:-1]), rows):
         whole = part.astype(np.float64)
         _ = whole.min(0), whole.max(0), whole.mean(0), whole.std(0)
@@ -44,7 +45,7 @@ def plain(rows: Array, lengths: list[int]) -> Array:
 
 
 def by_bins(column: Array) -> Array:
-    """Quantiles from a histogram over the column's range, as LeRobot estimates them."""
+    """Estimate quantiles from a histogram over the column's range, as LeRobot does."""
     counts, edges = np.histogram(column, BINS, (column.min() - 1e-10, column.max() + 1e-10))
     cumulated = np.cumsum(counts)
     target = LEVELS * cumulated[-1]
@@ -61,7 +62,8 @@ def example() -> tuple[Array, list[int]]:
 
 
 def with_images(stored: str) -> Row:
-    """All frames of all features, by ours and by lerobot's own script, in seconds of CPU."""
+    """Compare the CPU seconds that our code and LeRobot's own script take for all features of all frames, including
+    images."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = example_dataset(Path(folder) / "dataset", stored, episodes=4, length=100)
         ours = _cpu_seconds(dataset, ())
