@@ -44,7 +44,7 @@ def example_dataset(root: Path, stored: str, episodes: int, length: int) -> Data
 
 
 def reopened(dataset: Dataset, mixture: Mixture) -> None:
-    """Return the columns and images of the same samples, with each sample read from its files separately."""
+    """Read the columns and images of a tenth of the same samples. The files are opened again for each sample."""
     for position in range(SAMPLES // 10):
         sample = mixture.place(position)
         episode = dataset.episode_at(sample.frame)

@@ -89,8 +89,9 @@ class Ours(Side):
         return model
 
     def open_answer(self, rows: int) -> dict[str, Any]:
-        """Prepare calls that compute `rows` answers at once. Return how far the first row's actions are from actions
-        computed in fp32 with plain operations, relative to the norm of the latter."""
+        """Prepare calls that compute `rows` answers at once. `distances` says how far the first row's actions are from
+        actions computed in fp32 with plain operations, relative to the norm of the latter: first for plain bf16
+        operations, then for the measured code."""
         arguments = examples_of(self.raw, rows, answers=False, trained=False)
         exact, plain = (self._plain_actions(dtype, arguments[:1]) for dtype in ("float32", "bfloat16"))
         model = self._model("bfloat16", 0.0)

@@ -36,7 +36,8 @@ def ours(rows: Array, lengths: list[int]) -> Array:
 
 
 def plain(rows: Array, lengths: list[int]) -> Array:
-    """Compute the same statistics with numpy's functions, for each episode and for all."""
+    """Compute the same statistics with numpy's functions, for each episode and for all episodes. Return the quantiles
+    of all."""
     for part in (*np.split(rows, np.cumsum(lengths)[:-1]), rows):
         whole = part.astype(np.float64)
         _ = whole.min(0), whole.max(0), whole.mean(0), whole.std(0)

@@ -14,22 +14,26 @@ import numpy as np
 from PIL import Image
 
 TEMPERATURE, LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE = 1.0, 1e-6, 2048, 0.3
-"""The last one is the part of the GPU that the sampler has, on both sides."""
+"""Settings that both sides share. SERVER_SHARE is the fraction of the GPU's memory that the sampler gets."""
 
 
 def make_image(side: int, number: int) -> Image.Image:
-    """Image `number`, `side` pixels wide and high."""
+    """Return image number `number`, which is `side` pixels wide and high."""
     coarse = np.random.default_rng([7, number]).integers(0, 255, (side // 14, side // 14, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def reward(answer: str) -> float:
-    """0 or 1, as good as random: what is learned does not matter here, but answers of a group have to differ."""
+    """Return 0 or 1, which is practically random. The benchmark does not depend on what is learned, but the answers of
+    a group must get different rewards."""
     return float(zlib.crc32(answer.encode()) & 1)
 
 
 def fill_vocabulary(folder: Path, size: int) -> None:
-    """Give the tokenizer in `folder` one word for each id below `size` that it has no token for.
+    """Add words to the tokenizer in `folder`, so that every id below `size` has a token.
+
+    The model has `size` outputs. With random weights it samples all of them, and decoding the sampled ids takes time
+    that should be measured.
 
     The model has as many outputs, all of which random weights sample, and to decode them is work.
     """

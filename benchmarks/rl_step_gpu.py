@@ -59,14 +59,17 @@ HERE = Path(__file__).parent
 STEPS, ROUNDS = 8, 3
 LAPS = {"ours": ("timing/wait_for_rollouts", "timing/sync"), "trl": ("generate", "sync_weights")}
 LONG, EVERY = 6.0, 8
-"""In cases with uneven episodes, judging the answers to one task in `EVERY` takes `LONG` seconds, as in a simulator."""
+"""In cases with uneven episodes, judging takes `LONG` seconds for the answers to one of `EVERY` tasks, as with a
+simulator."""
 TRL = ("16,0,0", "16,1,0", "16,0,1")
-"""The best first: TRL keeps activations, and without its correction it need not score what was sampled."""
+"""Variants of TRL, fastest first. TRL is fastest if it keeps activations, and if its correction is off, since it then
+need not score sampled tokens."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Number of steps that rollouts run ahead, and seconds to judge the answers to one task in `EVERY`.
+    """Variant of our training. `max_staleness` is the number of steps by which rollouts may be ahead. `seconds` is the
+    time for judging the answers to one of `EVERY` tasks.
 
     quantization: of the server; log-probs are then corrected for.
     """
@@ -88,7 +91,7 @@ OURS = {
 
 
 class GivenSettings(Settings):
-    """The question about images `side` pixels wide, with `Way.seconds`."""
+    """Settings of `Given`: the question, the width of its images in pixels, and `Way.seconds`."""
 
     question: str
     side: int
@@ -96,7 +99,7 @@ class GivenSettings(Settings):
 
 
 class Given(GeneratedEnvironment[GivenSettings]):
-    """One image, one question, one answer."""
+    """Environment whose episodes have one image, one question and one answer."""
 
     name = "given"
     Settings = GivenSettings
@@ -134,11 +137,11 @@ class GivenEpisode:
 
 
 class Enough(Exception):
-    """All steps that were asked for are made."""
+    """Raised to end a run after the requested number of steps."""
 
 
 class Noted(TerminalEvents):
-    """Keeps the metrics of steps, and ends the run after `steps`; no bars."""
+    """Events that keep the metrics of each step and end the run after `steps` steps. Progress bars are not shown."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -154,7 +157,8 @@ class Noted(TerminalEvents):
 
 
 def checkpoint(folder: Path) -> str:
-    """Write random weights of the 3B's sizes, or of a small model, to `folder`; the question for its images."""
+    """Write a model with random weights to `folder`: with the sizes of the 3B model on a GPU, else a small one. Return
+    the question for its images."""
     settings = SMALL.model_copy(update={"image_side": 448 if CUDA else 112, "max_positions": 32_768})
     make_tiny_checkpoint("qwen2.5-vl", folder, 0, settings)
     model = make_model(folder, "sdpa", "cuda" if CUDA else "cpu", not CUDA)
@@ -248,17 +252,17 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
 
 
 def side() -> int:
-    """Width of an image in pixels."""
+    """Return the width of an image in pixels."""
     return 448 if CUDA else 112
 
 
 def sampled() -> int:
-    """Most tokens of an answer."""
+    """Return the largest number of tokens in an answer."""
     return 256 if CUDA else 16
 
 
 def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each way as soon as it is measured.
+    """Measure these ways. Yield the result of each way as soon as it is available.
 
     Raises:
         SystemExit: some failed; the others are measured first.
@@ -292,7 +296,7 @@ def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
-    """One way, on one GPU."""
+    """Measure one way on one GPU, in a process of its own, and return the result."""
     environment = dict(os.environ)
     if CUDA:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices([gpu])
@@ -317,7 +321,7 @@ def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
 
 
 def record() -> None:
-    """Measure all ways `ROUNDS` times, and put it on the page."""
+    """Measure all ways `ROUNDS` times and write the results to the benchmark page."""
     from benchmarks.table import write
 
     began = time.perf_counter()
@@ -331,9 +335,9 @@ def record() -> None:
 
 
 def rows_of(taken: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Each way of one round: mean seconds of a step and of its parts, and how many times as fast as TRL, or, where
-    episodes are uneven, as ours in turn.
-    """
+    """Return a row for each way of one round, with the mean seconds of a step and of its parts. The row also says
+    how many times as fast as TRL the way is. A way with uneven episodes is compared with our own `uneven, in turn`
+    instead."""
     seconds = {one["way"]: statistics.mean(one["seconds"]) for one in taken}
     fastest = min(seconds[way] for way in TRL if way in seconds)
     rows = []

@@ -28,7 +28,8 @@ ATTENTION = "flash_attention_2" if DEVICE == "cuda" else "sdpa"
 
 
 class Noting(GRPOTrainer):
-    """Notes the norms of gradients, how many tokens were sampled, and how long that took."""
+    """Trainer of TRL that records the norms of gradients, the number of sampled tokens, and the time that sampling
+    takes."""
 
     norms: list
     sampled: list
@@ -124,7 +125,7 @@ def measure(folder, processor, dataset, steps, groups, group_size, sampled, way)
 
 
 def time_sampler(trainer, image):
-    """Note how long vLLM samples and gets weights, and give it one token for each image."""
+    """Record how long vLLM takes to sample and to receive weights. Also pass each image to vLLM as one token."""
     sampler = trainer.vllm_generation
     generate, synced = sampler.generate, sampler.sync_weights
 
@@ -138,14 +139,14 @@ def time_sampler(trainer, image):
 
 
 def without(tokens):
-    """Settings of a sampler, vLLM's or transformers', that never samples these."""
+    """Return sampler settings, for vLLM or for transformers, with which these tokens are never sampled."""
     if DEVICE == "cuda":
         return {"logit_bias": dict.fromkeys(tokens, -100.0)}
     return {"suppress_tokens": tokens}
 
 
 def once(ids, token):
-    """`ids` with one of `token` where there are several behind one another."""
+    """Return `ids` in which each run of consecutive `token` is replaced by a single `token`."""
     return [one for place, one in enumerate(ids) if one != token or place == 0 or ids[place - 1] != token]
 
 

@@ -21,7 +21,7 @@ from armature.components.robots.evaluation.stage import METRICS_FILE
 
 
 class Chain:
-    """The stages of a recipe, and how long each took."""
+    """Runs the stages of a recipe and records the seconds that each stage takes."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -36,12 +36,13 @@ class Chain:
         return made
 
     def imitation(self) -> Artifact:
-        """The policy before any reward."""
+        """Return the policy after imitation learning, before reinforcement learning."""
         start, data = self.run("policy"), self.run("demonstrations")
         return self.run("train-vla", policy=start, dataset=data, statistics=self.run("quantile-stats", dataset=data))
 
     def evaluation(self, policy: Artifact) -> dict[str, Any]:
-        """Share of solved episodes with its interval, in all and by task."""
+        """Evaluate a policy. Return the share of solved episodes with its confidence interval, for all tasks together
+        and for each task."""
         metrics: dict[str, Any] = json.loads(
             (self.run("evaluate-libero", policy=policy).path / METRICS_FILE).read_text()
         )
@@ -49,7 +50,7 @@ class Chain:
 
 
 def measure(name: str, seeds: Sequence[int], changes: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry for the policy before, and one for each seed."""
+    """Return an entry for the policy before reinforcement learning, and one entry for the training with each seed."""
     first = Chain(load_recipe(name, changes))
     start = first.imitation()
     result = [{"before": True, "metrics": first.evaluation(start), "seconds": first.seconds}]

@@ -61,7 +61,7 @@ PLAN = RolloutSettings(
 
 
 def measure() -> list[Row]:
-    """In the environment that has Ray."""
+    """Run this benchmark in the environment that has Ray, and return its rows."""
     if not RAY.exists():
         subprocess.run([sys.executable, "-m", "armature.setup", "ray"], cwd=ROOT, check=True)
     command = [str(RAY), "-m", "benchmarks.rollout_workers"]
@@ -70,7 +70,8 @@ def measure() -> list[Row]:
 
 
 class Footprint:
-    """The memory that processes have for themselves (USS), in bytes, at its largest: of each named group of them."""
+    """Records the peak memory of named groups of processes. The memory of a group is the sum of its processes' unique
+    set sizes (USS), in bytes."""
 
     def __init__(self, groups: Callable[[], dict[str, list[psutil.Process]]]) -> None:
         self._groups, self.most = groups, dict[str, int]()
@@ -106,7 +107,7 @@ def _is(process: psutil.Process, module: str) -> bool:
 
 
 def _hosts() -> dict[str, list[psutil.Process]]:
-    """Each worker with the games' processes that it has started."""
+    """Return a group of processes for each worker: the worker and the game processes that it has started."""
     every = [
         each for each in psutil.Process().children(recursive=True) if _is(each, "armature.components.rollouts.worker")
     ]
@@ -119,7 +120,8 @@ def _players(process: psutil.Process) -> list[psutil.Process]:
 
 
 class Measured:
-    """Rollouts a second, seconds of the event loop for each request, and bytes of each host."""
+    """Results: rollouts per second, seconds of the event loop per request, and the largest memory of a worker's process
+    group in bytes."""
 
     def __init__(self, outputs: GenerateOutputs, wall: float, loop: float, hosts: Sequence[int]) -> None:
         assert len(outputs.trajectories) == EPISODES, outputs.drops
@@ -179,7 +181,7 @@ def by_workers(pool: ServerPool, scratch: Path, machine: Machine, cluster: Clust
 
 
 def slot() -> float:
-    """Bytes of one simulator of LIBERO, as large as an evaluation's."""
+    """Return the memory in bytes of one LIBERO simulator with images as large as in an evaluation."""
     with SimulatorProcess(simulator_settings(resolution=256), 600.0) as process:
         process.reset(suite_tasks("libero_spatial")[0], 0, 0)
         assert process.worker.pid is not None

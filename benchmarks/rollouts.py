@@ -39,7 +39,7 @@ def adapter_of(checkpoint: Path, images: ImageStore) -> FamilyAdapter:
 def one_turn(
     group: int, member: int, prompt: Ids, answer: Ids, images: tuple[ImageRef, ...], reward: float
 ) -> Trajectory:
-    """An episode of one answer to a prompt with images."""
+    """Return an episode that has one prompt with images and one answer."""
     turn = Turn(
         index=0,
         prompt_token_ids=prompt.astype(np.int32),
@@ -70,7 +70,8 @@ def make_rollouts(
     side: int,
     tokens: int,
 ) -> GenerateOutputs:
-    """`groups` images of `side` pixels, each played `group_size` times with `tokens` sampled tokens."""
+    """Return rollouts for `groups` images of `side` pixels. Each image has `group_size` episodes with `tokens` sampled
+    tokens."""
     random = np.random.default_rng(0)
     trajectories = []
     for group in range(groups):

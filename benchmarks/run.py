@@ -9,7 +9,8 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`benchmarks.<module>.measure() -> list[Row]`, or on a machine with a GPU `benchmarks.<gpu>.record()`."""
+    """A benchmark module. It has a function `measure() -> list[Row]`, or `record()` if it needs a machine with a
+    GPU."""
 
     module: str
     title: str

@@ -47,9 +47,9 @@ SIDES = ("one", "full", "copies")
 CASES = ("B", "C", "A")
 STEPS = 4
 TOKENS = 70_000
-"""Largest number of tokens of a micro-batch, so that one rank makes one of each case."""
+"""Largest number of tokens in a micro-batch. It is chosen such that one rank needs one micro-batch for each case."""
 LIMIT = 420.0
-"""Seconds of a side."""
+"""Largest number of seconds that one side may take."""
 
 
 def processes_of(side: str) -> TrainerProcesses:
@@ -64,7 +64,8 @@ def processes_of(side: str) -> TrainerProcesses:
 
 
 def learner_of(folder: Path, words: set[str], processes: TrainerProcesses, ranks: Ranks) -> Learner:
-    """The trainer's model as its worker makes it, with random weights instead of a checkpoint."""
+    """Return a learner with the model that the trainer's worker would make. Its weights are random instead of read from
+    a checkpoint."""
     settings = settings_of(TOKENS, {"packing", "bf16"} | (set() if "plain" in words else {"compile"}))
     small = "small" in words
     device, sharded = str(ranks.device), processes.sharding is not None
@@ -128,9 +129,9 @@ def measured(
 
 
 def on_gpu(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of one step: of its kernels that compute, of NCCL's (which wait for the other rank, too), and of
-    the latter when nothing else ran. The profiler slows the host down, so `wall` is longer than that of other steps.
-    """
+    """Profile one step. Return the milliseconds of kernels that compute, the milliseconds of NCCL's kernels (which
+    include waiting for the other rank), and the milliseconds in which only NCCL ran. The profiler slows the host down,
+    so `wall` is longer than for other steps."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -147,7 +148,7 @@ def on_gpu(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Milliseconds of a union of spans in microseconds."""
+    """Return the length of the union of time spans, in milliseconds. The spans are in microseconds."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -156,7 +157,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def rank(folder: Path, out: Path, side: str, words: set[str]) -> None:
-    """The work of each process of a side."""
+    """Do the work of one process of a side."""
     processes = processes_of(side)
     with joined(processes, seed=0) as ranks, tempfile.TemporaryDirectory() as scratch:
         processor = AutoProcessor.from_pretrained(folder)

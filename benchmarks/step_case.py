@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PretrainedC
 
 GROUPS, GROUP_SIZE = 8, 8
 PEAK_FLOPS = 989e12
-"""Dense bf16 of an H100 or H200 SXM, by their data sheets."""
+"""Peak bf16 operations per second of an H100 or H200 SXM without sparsity, from their data sheets."""
 TEXT = {
     "hidden_size": 2048,
     "intermediate_size": 11008,
@@ -136,12 +136,13 @@ WORK = {
     "Q": QWEN3,
     "U": replace(QWEN3, shared=False),
 }
-"""Q and U are of Qwen3-VL-4B's sizes and differ in one thing: in U nothing is shared."""
+"""Cases by name. Q and U have the sizes of Qwen3-VL-4B and differ in one thing only: in U no two answers share a
+prompt."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Answers to prompts with images; advantages are over blocks of `GROUP_SIZE`, in order.
+    """Answers to prompts with images. Each `GROUP_SIZE` consecutive answers are a group for the advantages.
 
     Args:
         folder: where the processor of `work.family` is.
@@ -169,7 +170,7 @@ class Case:
 
     @cached_property
     def images(self) -> list[list[Image.Image]]:
-        """The images of each prompt."""
+        """Return the list of images of each prompt."""
         width, height = (side // 4 for side in self.work.pixels) if self.small else self.work.pixels
         numbers = np.arange(self.work.prompts * self.work.images).reshape(self.work.prompts, -1)
         return [[self._image(int(number), width, height) for number in prompt] for prompt in numbers]
@@ -183,11 +184,11 @@ class Case:
         return [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0] * (self.work.rows // GROUP_SIZE)
 
     def prompt_of(self, row: int) -> int:
-        """The number of the prompt that answer `row` belongs to."""
+        """Return the index of the prompt that answer `row` belongs to."""
         return row * self.work.prompts // self.work.rows
 
     def question(self, processor: Any) -> str:
-        """A text that makes the prompt `work.prompt_tokens` long, or 44."""
+        """Return a text with which the prompt has `work.prompt_tokens` tokens, or 44 tokens if the case is small."""
         wanted = 44 if self.small else self.work.prompt_tokens
         text, words = "What", "What is this thing in the image and why do you think so"
         while (n := len(self.prompt(processor, text))) < wanted:
@@ -195,7 +196,7 @@ class Case:
         return text
 
     def prompt(self, processor: Any, text: str) -> np.ndarray[Any, Any]:
-        """Its token ids, with the tokens of its images."""
+        """Return the token ids of the prompt with this text, including all tokens of its images."""
         content = [{"type": "image", "image": image} for image in self.images[0]] + [{"type": "text", "text": text}]
         chat = [[{"role": "user", "content": content}]]
         ids = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
@@ -206,7 +207,8 @@ class Case:
 
 
 def model_config(folder: Path, small: bool, size: str = "3b") -> PretrainedConfig:
-    """A configuration of the sizes of Qwen2.5-VL-3B, of the 7B (`7b`, whose head is not tied) or of Qwen3-VL-4B (`4b`).
+    """Return a configuration with the sizes of Qwen2.5-VL-3B (`3b`), of Qwen2.5-VL-7B (`7b`, whose output head is not
+    tied) or of Qwen3-VL-4B (`4b`).
 
     `small`: a tiny model of the same family.
     """
@@ -239,7 +241,7 @@ def model_config(folder: Path, small: bool, size: str = "3b") -> PretrainedConfi
 
 
 def make_model(folder: Path, attention: str, device: str, small: bool, size: str = "3b") -> Any:
-    """Random weights in bf16, the same on both sides; see `model_config`."""
+    """Return a model with random bf16 weights, which are the same on both sides. See `model_config` for its sizes."""
     config = model_config(folder, small, size)
     with torch.device(device):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
@@ -254,7 +256,8 @@ def make_model(folder: Path, attention: str, device: str, small: bool, size: str
 
 
 def needed_flops(case: Case, shared: bool = True) -> float:
-    """Operations of one update, forward and backward, nothing twice: 6 per weight and token, and attention.
+    """Return the number of operations that one update needs, forward and backward, without recomputation: 6 per weight
+    and token, and those of attention.
 
     `shared`: a prompt and its images count once, as often as there are different ones.
     """
@@ -272,9 +275,9 @@ def needed_flops(case: Case, shared: bool = True) -> float:
 
 
 def _image_flops(vision: dict[str, Any], d: int, patches: int, *, qwen3: bool) -> float:
-    """Operations of an image's way through the vision tower. Each layer of Qwen3-VL's attends to all patches, and three
-    layers have a merger of their own; of Qwen2.5-VL's, four layers do, and the others attend to windows of 64.
-    """
+    """Return the number of operations for one image in the vision tower. In Qwen3-VL every layer attends to all
+    patches, and three layers have a merger of their own. In Qwen2.5-VL four layers attend to all patches, and the
+    others attend to windows of 64 patches."""
     v, m, depth = vision["hidden_size"], vision["intermediate_size"], vision["depth"]
     layer, attended = 4 * v * v + (2 if qwen3 else 3) * v * m, depth * patches if qwen3 else 4 * patches + 28 * 64
     mergers = (4 if qwen3 else 1) * ((4 * v) * (4 * v) + 4 * v * d)
@@ -296,7 +299,7 @@ def sync() -> None:
 
 
 def need_gpu(otherwise: str) -> None:
-    """`otherwise` says what runs without a GPU.
+    """Exit if there is no GPU. `otherwise` is the part of the message which says what can be run without a GPU.
 
     Raises:
         SystemExit: torch sees no GPU.

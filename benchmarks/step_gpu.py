@@ -38,7 +38,7 @@ OURS = tuple(
     }.items()
     for case in cases
 )
-"""For the 141 GB of an H200."""
+"""Our variants. Their sizes are chosen for the 141 GB of an H200."""
 TRL = tuple(
     f"bf16,1,{recompute},{rows},{version}"
     for recompute, cases in (
@@ -48,11 +48,12 @@ TRL = tuple(
     for version in (4, 2)
     for rows in cases
 )
-"""TRL's micro-batches are those it is fastest with on an H200: more rows do not fit, or gain nothing."""
+"""Variants of TRL. Their micro-batches are the fastest on an H200: larger ones do not fit in memory or are not
+faster."""
 
 
 def record() -> None:
-    """Measure, and put it on the page."""
+    """Measure everything and write the results to the benchmark page."""
     from benchmarks.table import write
 
     need_gpu("python -m benchmarks.step_gpu WAY...")
@@ -69,7 +70,7 @@ def record() -> None:
 
 
 def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = False) -> list[dict[str, Any]]:
-    """Results of the variants of both sides, each side in a process of its own.
+    """Measure the variants of both sides, each side in a process of its own, and return the results.
 
     Raises:
         SystemExit: a way failed.
@@ -102,7 +103,7 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
 
 
 def make_processor(family: str, folder: Path, *, small: bool) -> Path:
-    """Write a checkpoint without weights, of which only the processor is wanted."""
+    """Write a checkpoint without weights, because only its processor is needed."""
     from armature.components.models.tiny.build import SMALL, make_tiny_checkpoint
 
     settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
@@ -113,9 +114,8 @@ def make_processor(family: str, folder: Path, *, small: bool) -> Path:
 
 
 def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of our ways beside TRL's fastest on the same case with activations treated alike: kept by both sides, or
-    recomputed by both. The spread is over all steps of both.
-    """
+    """Return a row for each of our ways, compared with the fastest way of TRL. Both have the same case and treat
+    activations alike: both keep them, or both recompute them. The spread is over all steps of both."""
     rows = []
     for way in dict.fromkeys(one["way"] for one in taken if one["side"] == "ours"):
         case, saved = Case(Path(), way.split(",")[0]), "keep" in way.split(",")

@@ -57,7 +57,8 @@ BATCH = BatchSettings.model_validate(
 
 
 def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
-    """TRL's: clipped at 0.2, the mean over tokens, AdamW at 1e-6 without decay, gradients clipped at 1."""
+    """Return trainer settings equal to TRL's: clipping at 0.2, mean over tokens, AdamW with learning rate 1e-6 and no
+    weight decay, and gradients clipped at 1."""
     return TrainerSettings.model_validate(
         {
             "objective": PPO(name="ppo"),
@@ -125,7 +126,7 @@ def measure(
 
 
 def restore(model: Any) -> None:
-    """Make plain layers of those in 4 bits, with the weights that they compute with."""
+    """Replace 4-bit layers by plain linear layers, whose weights are the dequantized ones."""
     for name, layer in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, NF4Linear)]:
         plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = torch.nn.Parameter(layer.dequantized(), requires_grad=False), layer.bias
@@ -133,7 +134,8 @@ def restore(model: Any) -> None:
 
 
 def profiled(step: Any) -> dict[str, Any]:
-    """Kernels of one step, how long the GPU was busy, and what took longest."""
+    """Profile one step. Return the number of kernels, the time in which the GPU was busy, and the kernels that took
+    longest."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:

@@ -30,14 +30,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Given(GRPOTrainer):
-    """Notes the norm of each first gradient, and how many tokens it computed."""
+    """Trainer of TRL that trains on given answers. It records the norm of each gradient and the number of computed
+    tokens."""
 
     case: Case
     norms: list
     tokens: list
 
     def _get_train_sampler(self, dataset=None):
-        """TRL's own sampler takes each prompt `num_generations` times, and here each may have one answer."""
+        """Return a sampler with which each prompt may have a single answer. TRL's own sampler takes each prompt
+        `num_generations` times."""
         if self.case.work.shared:
             return super()._get_train_sampler(dataset)
         repeats = self.num_iterations * self.args.steps_per_generation

@@ -33,7 +33,7 @@ def measure() -> list[Row]:
 
 
 class _Store:
-    """A store with `size` images, and a remote store."""
+    """A store whose image folder has `size` images, with a remote store."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.store = ArtifactStore(folder / "store", str(folder / "remote"))
@@ -55,7 +55,8 @@ class _Store:
         return self.images.put(encode_png(Image.fromarray(pixels)))
 
     def push(self) -> None:
-        """An artifact that shows a new image, and others that were there."""
+        """Write an artifact that shows a new image and several images that the store already had. It is sent to the
+        remote store."""
 
         def fill(folder: Path) -> None:
             ids, numbers = np.zeros(2, np.int32), np.zeros(2, np.float32)

@@ -68,7 +68,7 @@ class Server:
     endpoint: Endpoint
 
     async def ready(self, http: httpx.AsyncClient, folder: Path) -> bool:
-        """Wait for the server, and print its log if it does not start."""
+        """Wait until the server is ready. If it does not start, print its log and return False."""
         began = time.monotonic()
         while reason := await fault(http, self.endpoint, folder):
             if self.program.returncode is not None or time.monotonic() - began > READY:
@@ -80,7 +80,8 @@ class Server:
 
 @contextlib.contextmanager
 def server(folder: Path, work: Path, port: int, adapters: ServedAdapters | None) -> Iterator[Server]:
-    """One that takes whole weights, over CUDA IPC and as folders, or adapters; it may not be ready yet."""
+    """Start a server, which may not be ready yet. With `adapters` it takes adapters; otherwise it takes whole weights,
+    over CUDA IPC or as folders."""
     servers = MachineServers(
         python=PYTHON,
         gpus=((0,),) if CUDA else (),
@@ -116,7 +117,7 @@ def server(folder: Path, work: Path, port: int, adapters: ServedAdapters | None)
 
 
 class Trainer:
-    """A model on the GPU, its published versions and what it answers."""
+    """The training side: a model on the GPU, the versions that it publishes, and its answers to probes."""
 
     def __init__(self, model: Any, processor: Any, work: Path) -> None:
         self.processor, self.work, self.ranks = processor, work, Ranks(device=torch.device(DEVICE))
@@ -124,7 +125,7 @@ class Trainer:
         self.adapt(model)
 
     def adapt(self, model: Any) -> None:
-        """Take the model with adapters, or without them again."""
+        """Use another model from now on: the model with adapters, or the model without them."""
         self.model, self.publisher = model, Publisher(model, self.processor, self.work / "processor")
 
     @property
@@ -149,7 +150,11 @@ class Trainer:
 
     @torch.no_grad()
     def step(self) -> Path:
-        """The folder of the next version: other adapters, or without them other weights.
+        """Change the model to its next version and return the version's folder. The adapters change, or all weights if
+        there are none.
+
+        Without adapters, a fiftieth of the weights becomes the next larger bf16 number. The last norm changes by more,
+        so that log-probs show the difference.
 
         Of these a fiftieth goes to the next number in bf16; the last norm, to be seen in log-probs, changes by more.
         """
@@ -171,7 +176,7 @@ class Trainer:
 
 
 class Measured:
-    """Syncs one version after the other, and keeps what each took."""
+    """Syncs versions to a server one after the other, and records the time that each sync takes."""
 
     def __init__(self, trainer: Trainer, http: httpx.AsyncClient, probe: Probe, rows: list[dict[str, Any]]) -> None:
         self.trainer, self.http, self.probe, self.rows = trainer, http, probe, rows
@@ -179,7 +184,8 @@ class Measured:
     async def sync(
         self, what: str, endpoint: Endpoint, publish: Callable[[Path], int], load: Callable[[Path], Any], link: float
     ) -> None:
-        """`publish` prepares a version and says its bytes, `load` brings it to the server; `link`: bytes/s."""
+        """Make a new version and sync it. `publish` prepares the version and returns its size in bytes; `load` brings
+        it to the server. `link` is the speed of the connection in bytes per second."""
         folder, times = self.trainer.step(), [time.perf_counter()]
 
         def lap() -> None:
@@ -226,7 +232,7 @@ class Measured:
 
 
 def copy_rate(source: str, target: str) -> float:
-    """Bytes/s of a plain copy of 1 GiB, or of 64 MiB without a GPU."""
+    """Return the bytes per second of a plain copy of 1 GiB, or of 64 MiB without a GPU."""
     size = 2**30 if CUDA else 2**26
     one = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=CUDA and source == "cpu")
     other = torch.empty(size, dtype=torch.uint8, device=target)

@@ -22,7 +22,8 @@ PAGE = HERE.parent / "docs/benchmarks.md"
 
 @dataclass(frozen=True)
 class Row:
-    """`ours` and `baseline` in `unit`; `better` says which way is good. The ratio is ours over baseline."""
+    """One line of the results. `ours` and `baseline` are measured in `unit`; `better` says if higher or lower is
+    better. The ratio is ours / baseline."""
 
     what: str
     ours: float
@@ -47,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians of both sides, and the smallest and largest ratio of one round."""
+    """Medians of the measurements of both sides. `spread` has the smallest and the largest ratio of a single round."""
 
     ours: float
     baseline: float
@@ -55,7 +56,7 @@ class Pair:
 
 
 def pair(ours: Sequence[float], baseline: Sequence[float]) -> Pair:
-    """Statistics of measurements that were taken in turn, round by round."""
+    """Return the medians and the spread of measurements that were taken in turn, one per side and round."""
     ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
     return Pair(statistics.median(ours), statistics.median(baseline), (min(ratios), max(ratios)))
 
@@ -76,13 +77,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def keep(name: str, rows: list[Row]) -> None:
-    """Put the rows of one benchmark into the results, and write the page again."""
+    """Write the rows of one benchmark into the results file, and write the page again."""
     when = {"cores": os.cpu_count(), "date": date.today().isoformat()}
     write(name, when | {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
 
 
 def write(name: str, result: dict[str, object]) -> None:
-    """Put one benchmark's result under its name, and write the page again."""
+    """Write the result of one benchmark into the results file under its name, and write the page again."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[name] = result
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -101,7 +102,8 @@ def render(results: dict[str, object]) -> str:
 
 
 def by_size(figures: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, dict[str, Any]]]]:
-    """(width, tokens, figures by name), in the order given."""
+    """Group figures by size. Return tuples of width, tokens, and the figures of this size by name, in the given
+    order."""
     sizes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for figure in figures:
         sizes.setdefault((figure["width"], figure["tokens"]), {})[figure["name"]] = figure
@@ -109,12 +111,13 @@ def by_size(figures: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, dic
 
 
 def spread(values: Sequence[float] | None) -> str:
-    """The smallest and the largest of some measurements, in brackets; nothing where they were not kept."""
+    """Return the smallest and the largest measurement in parentheses, or an empty text if there are no measurements."""
     return "" if values is None else f" ({short(min(values))} to {short(max(values))})"
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, with thousands separated; None: what did not fit."""
+    """Return a number as text with three significant digits and thousands separators. None stands for a measurement
+    that did not fit in memory; its text is "-"."""
     if value is None:
         return "-"
     if value == 0:

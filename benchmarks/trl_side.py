@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Timed(GRPOTrainer):
-    """Notes what every step trains on, and the norm of its gradient."""
+    """Trainer of TRL that records the batch of every step and the norm of its gradient."""
 
     batches: list
     norms: list

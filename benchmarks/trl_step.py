@@ -74,7 +74,7 @@ def _row(what: str, ours: list[float], theirs: list[float], note: str) -> Row:
 
 
 def make_environment() -> None:
-    """`.venv-trl`, made when it is first needed."""
+    """Make the virtual environment `.venv-trl`, unless it exists."""
     if PYTHON.exists():
         return
     # The installer asks pip for its wheel folders, and the project's environment has no pip.
@@ -94,7 +94,7 @@ def _theirs(checkpoint: Path, image: Path, batch: Path) -> dict[str, Any]:
 
 
 def _samples(batch: Path, image: ImageRef) -> list[Sample]:
-    """The batch that TRL trained on."""
+    """Return the batch that TRL trained on, as our samples."""
     result, samples = np.load(batch), []
     for row, completion in enumerate(result["completion_ids"]):
         prompt = result["prompt_ids"][row][result["prompt_mask"][row] == 1]
@@ -118,7 +118,8 @@ def _samples(batch: Path, image: ImageRef) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Ours:
-    """CPU seconds per step on tensors at hand, and with their making; the norm of the first gradient."""
+    """Our results. `ready` has the CPU seconds per step if the tensors exist already, and `loaded` the CPU seconds
+    including the making of tensors. `norm` is the norm of the first gradient."""
 
     ready: list[float]
     loaded: list[float]
@@ -155,7 +156,8 @@ def _ours(checkpoint: Path, images: ImageStore, samples: list[Sample], packing: 
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """CPU seconds: both sides compute in one thread, and what else the machine does is not theirs."""
+    """Return the CPU seconds that `work` takes. Both sides compute in one thread, and other processes of the machine do
+    not count."""
     began = time.process_time()
     work()
     return time.process_time() - began

@@ -69,7 +69,8 @@ SETTINGS = RobotPolicySettings(
 
 
 def released(folder: Path, small: bool, device: torch.device) -> LoadedPolicy:
-    """A policy with the tokenizer and processor of a tiny one, but released sizes and images."""
+    """Return a policy with the tokenizer and processor of a tiny policy, but with the released model sizes and image
+    sizes."""
     words = (
         *(f"The task is to {task.language}." for task in suite_tasks(SUITE)),
         f"The setup is {SETTINGS.setup_type}.",
@@ -105,7 +106,7 @@ def _range(size: int) -> FeatureNormStats:
 
 
 def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> dict[str, Any]:
-    """Seconds for `rows` answers at once, with and without the processor's work."""
+    """Measure how long `rows` answers at once take, in ms, with and without the processor's work."""
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows)
     arguments = (seen * rows)[:rows]
     examples = [policy._processor.encode(each) for each in arguments]
@@ -122,7 +123,7 @@ def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> di
 
 
 def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any], list[ActionChunkSample]]:
-    """Episodes in simulators, all cores busy; the first that each core plays are not counted."""
+    """Play episodes in simulators on all cores. The first episodes are a warm-up and are not counted."""
     processes = max(1, available_cpus())
     slots = 2 if small else 4 * processes
     settings = RobotRolloutSettings(
@@ -161,7 +162,8 @@ def observed(images: ImageStore, sample: ActionChunkSample) -> RobotObservation:
 def train(
     loaded: LoadedPolicy, samples: list[ActionChunkSample], folder: Path, device: torch.device, compiled: bool
 ) -> dict[str, Any]:
-    """One epoch over the answers, expert alone, after one that is not counted."""
+    """Measure one epoch over the answers, in which only the action expert is trained. An epoch before it is a warm-up
+    and is not counted."""
     micro = min(MICRO_BATCH, len(samples))
     settings = RobotRLTrainerSettings(
         max_steps=10, micro_batch_size=micro, samples_per_update=SAMPLES, torch_compile=compiled

@@ -12,7 +12,7 @@ from armature.components.artifacts.cache import file_sha256, file_state
 
 
 def test_file_state_differs_after_every_change(tmp_path: Path) -> None:
-    """Each change keeps size, modification time and inode, and follows the previous one at once."""
+    """Each change follows the previous one immediately, and keeps the file's size, modification time and inode."""
     path, seen = tmp_path / "file", set()
     path.write_bytes(b"0")
     changed = path.stat()

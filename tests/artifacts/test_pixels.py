@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A function that decodes an image's bytes to pixels with vLLM's code, in one process for all tests."""
+    """Return a function that decodes the bytes of an image to pixels with vLLM's code. All tests share one process."""
     if not VLLM.exists():
         pytest.skip("needs the environment .venv-vllm")
     file = tmp_path_factory.mktemp("server") / "image"

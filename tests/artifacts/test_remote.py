@@ -236,7 +236,7 @@ def test_second_machine_adopts_the_artifact_of_the_first(tmp_path):
 
 @pytest.mark.parametrize("same", [False, True])
 def test_one_of_several_simultaneous_pushes_wins(tmp_path, monkeypatch, same):
-    """All machines have sent their files before the first one creates the marker."""
+    """Every machine has sent its files before the first marker is created."""
     count, remote = 6, tmp_path / "remote"
     together, create = threading.Barrier(count), RemoteFolder.create
 

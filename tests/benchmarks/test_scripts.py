@@ -22,7 +22,7 @@ from benchmarks.table import Row
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 FOREIGN = ("policy_lerobot", "rl_step_trl", "step_trl", "store_s3", "trl_side")
-"""Names of scripts that need packages of another environment, and so cannot run in this one."""
+"""Names of scripts that need packages of another environment, so they cannot run in this one."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "alfworld": {"GAMES": 1, "GROUP": 2, "STEPS": 2},
@@ -57,7 +57,7 @@ def test_script_imports(script: str) -> None:
 
 @pytest.mark.parametrize("script", FOREIGN)
 def test_peer_side_imports_existing_names(script: str) -> None:
-    """The names that it imports from scripts beside it are there."""
+    """Every name that a script imports from another benchmark script is defined there."""
     tree = ast.parse((BENCHMARKS / f"{script}.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     for node in imports:
@@ -134,7 +134,8 @@ class TestSteps:
         assert {way.split(",")[1] for way in TRL} == {"0", "1"}
 
     def test_one_case_has_no_shared_prefix(self) -> None:
-        """Case U differs from Q in that alone: answers have the same lengths, and each has images of its own."""
+        """Cases U and Q differ only in shared prompts: the answers have the same lengths, but in U each answer has
+        images of its own."""
         shared, alone = (step_case.Case(Path(), name, small=True) for name in ("Q", "U"))
         assert shared.lengths.tolist() == alone.lengths.tolist()
         images = [[image.tobytes() for each in case.images for image in each] for case in (shared, alone)]
@@ -145,7 +146,7 @@ class TestSteps:
         ("case", "tokens"), [("A", 37_504), ("B", 86_656), ("C", 58_194), ("Q", 42_129), ("U", 42_129)]
     )
     def test_cases_have_the_measured_token_counts(self, case: str, tokens: int) -> None:
-        """Tokens of rows without padding, as verl 0.9.1 computed them."""
+        """The expected numbers of tokens, without padding, were computed by verl 0.9.1."""
         work = step_case.WORK[case]
         rows = step_case.Case(Path(), case).lengths.sum() + work.rows * work.prompt_tokens
         assert rows == tokens
@@ -154,6 +155,7 @@ class TestSteps:
         ("case", "seconds", "mfu"), [("A", 0.75, 0.53), ("B", 2.464, 0.55), ("C", 1.514, 0.53), ("U", 2.232, 0.5)]
     )
     def test_needed_operations_equal_an_independent_count(self, case: str, seconds: float, mfu: float) -> None:
-        """Shares of the peak that were counted apart from this code, to the percent."""
+        """The expected shares of the GPU's peak were computed independently of this code. They must agree to the
+        percent."""
         result = step_case.needed_flops(step_case.Case(Path(), case)) / seconds / step_case.PEAK_FLOPS
         assert result == pytest.approx(mfu, abs=0.01)

@@ -31,7 +31,7 @@ CPU = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """A function that returns the folder of the tiny checkpoint of a model family."""
+    """Return a function that returns the folder of a model family's tiny checkpoint."""
     root, built = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
 
     def build(family: str) -> Path:
@@ -44,12 +44,12 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def images() -> list[Image.Image]:
-    """Two images, which differ in color and shape."""
+    """Return two images that differ in color and shape."""
     return [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
 
 
 class Engine:
-    """vLLM in another process, which answers one command at a time; see vllm_loop.py."""
+    """Client of a vLLM engine in another process, which answers one command at a time. See vllm_loop.py."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()

@@ -27,7 +27,8 @@ OLD, NEW = Image.effect_noise((100, 80), 64.0).convert("RGB"), Image.new("RGB", 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str, str], Path]:
-    """Return a function that gives a family's checkpoint with the chosen image attention and always equal weights."""
+    """Return a function that returns the checkpoint of a family with the chosen kind of image attention. The weights do
+    not depend on the kind."""
     root = tmp_path_factory.mktemp("attention")
     sizes = SMALL.model_copy(update={"image_side": 56})
 
@@ -72,7 +73,7 @@ def test_molmo2_with_one_image_equals_transformers(implementation, folders):
 
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
 def test_later_image_does_not_change_earlier_logits(implementation, folders):
-    """In transformers a later image does change them, which shows that the test can fail."""
+    """In transformers a later image changes the logits of earlier tokens, which shows that the test can fail."""
     folder = folders("molmo2", "bidirectional")
     settings = SETTINGS.model_copy(update={"attn_implementation": implementation})
     one, two = _inputs(folder, 1), _inputs(folder, 2)

@@ -13,7 +13,7 @@ from armature.components.models import flash
 from .reference import softmax_attention
 
 QUERIES, KEYS, GROUPS = (300, 1, 129, 64), (300, 301, 459, 364), 2
-"""Numbers of queries and of keys per sequence; queries are the last tokens of their sequence."""
+"""Number of queries and number of keys of each sequence. The queries are the last tokens of their sequence."""
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def drawn(heads: int, width: int) -> list[Tensor]:
 
 
 def attended(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """The output, and the gradients of queries, keys and values."""
+    """Return the output of the attention, and the gradients of queries, keys and values."""
     q, k, v, weight = tensors
     queries, keys = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cuda") for each in (QUERIES, KEYS))
     out = flash.attend(q, k, v, (queries, keys), (max(QUERIES), max(KEYS)), q.shape[-1] ** -0.5, window)
@@ -43,7 +43,7 @@ def attended(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
 
 
 def expected(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Compute the same as `attended` in plain torch and float64."""
+    """Compute the results of `attended` in plain torch, in float64."""
     q, k, v, weight = (each.detach().double().requires_grad_() for each in tensors)
     masks = []
     for queries, keys in zip(QUERIES, KEYS, strict=True):

@@ -14,7 +14,7 @@ KERNELS = sorted(Path(__file__).parents[1].rglob("interpreted_*.py"))
 
 
 def test_interpreted_kernels():
-    """In a process of their own: Triton decides when it is imported whether it interprets kernels."""
+    """Each script runs in a process of its own, since Triton decides at its import whether it interprets kernels."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install triton")
     done = subprocess.run(

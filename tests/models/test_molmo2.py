@@ -23,7 +23,7 @@ SETTINGS = model_settings()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A checkpoint in which queries, keys and feed-forward all differ in size."""
+    """Return a checkpoint in which the sizes of queries, keys and feed-forward layers are all different."""
     sizes = SMALL.model_copy(update={"key_value_heads": 1, "image_side": 56, "layers": 3})
     return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("molmo2") / "hub", seed=0, settings=sizes)
 
@@ -135,7 +135,8 @@ class OtherProcessor(ProcessorMixin):
 
 @pytest.fixture(scope="module")
 def remote(folder, tmp_path_factory) -> Path:
-    """The same checkpoint with Python code, whose processor lacks attributes that servers use."""
+    """Return the checkpoint of `folder` with Python code added. The processor in this code lacks attributes that
+    servers use."""
     target = shutil.copytree(folder, tmp_path_factory.mktemp("remote") / "checkpoint")
     (target / "modeling_other.py").write_text(MODELING)
     (target / "processing_other.py").write_text(PROCESSING)

@@ -10,7 +10,8 @@ from armature.components.models.blockwise import NF4
 
 
 def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Dequantize weights with all codes and a block of scale 0, by the kernel and in plain torch."""
+    """Dequantize the same weights with the kernel and in plain torch. The weights have all codes, and one block has
+    scale 0."""
     from armature.components.models.kernels import dequantize
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten()

@@ -18,8 +18,8 @@ LENGTHS = (5, 3, 4, 3)
 PATHS = ((0,), (0, 1), (2,), (0, 3))
 NUMBERS = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
 BLOCKS = (-1, 0, 0, 0, -1, 1, 1, 2, -1, -1, 3, 3, -1, 0, 0)
-"""Image number of each token, or -1 for text. The last segment has the number 0 too, but it is another image than image
-0 of the first segment."""
+"""Number of the image that each token belongs to, or -1 for text. Image 0 of the last segment is not the same image as
+image 0 of the first segment."""
 
 
 def path_of(number: int) -> list[int]:

@@ -94,8 +94,8 @@ LOADED = (
 
 @pytest.fixture(scope="module")
 def served(engine, servable, layouts) -> dict[str, list[list[dict[str, Any]]]]:
-    """vLLM's answers by model family. For each checkpoint that vLLM loads, there is a list with one answer for each
-    conversation."""
+    """Return vLLM's answers by model family. A family's list has one answer for each conversation; only checkpoints
+    that vLLM can load are included."""
     conversations = [messages for messages, _ in _conversations(IMAGES)]
 
     def answers(how: str, folder: Path) -> list[dict[str, Any]]:
@@ -136,7 +136,8 @@ def test_vllm_answers_are_equal_for_both_layouts_of_molmo2(served):
 
 
 def test_reported_prompt_has_the_tokens_of_every_image(servable, served):
-    """Samples are made of these ids, so training sees the images where they were during sampling."""
+    """Training samples are made of the ids that the server reports, so in training the images are at the same positions
+    as during sampling."""
     processor = AutoProcessor.from_pretrained(servable["molmo2"])
     patch, begin = processor.tokenizer.convert_tokens_to_ids(["<im_patch>", "<low_res_im_start>"])
     for (messages, shown), answer in zip(_conversations(IMAGES), served["molmo2"][0], strict=True):

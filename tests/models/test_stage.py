@@ -92,7 +92,7 @@ def test_rejects_unknown_tiny_family():
 
 
 def made_from(machine: Machine, **settings: Any) -> Artifact:
-    """Run the stage `model` with these settings."""
+    """Run the stage `model` with these settings and return its artifact."""
     return run_stage("model", ModelSettings(**BASE, **settings), {}, machine)
 
 

@@ -134,7 +134,7 @@ def test_template_marks_every_image_and_extends_earlier_prompts(family, checkpoi
 
 @torch.no_grad()
 def next_logits(model: Any, processor: Any, text: str, color: Any) -> torch.Tensor:
-    """Logits of the first answer token (V,) to a question about an image of one color."""
+    """Return the logits (V,) of the first token of the answer to a question about an image of one color."""
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
     prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     images = [[Image.new("RGB", (56, 56), color)]]

@@ -28,7 +28,8 @@ DEVICES = (
 def compare(
     attend: Callable[..., Any], expected: Callable[..., Tensor], shapes: Any, device: Any, tolerance: float
 ) -> None:
-    """Compare outputs and gradients of `attend` on (1, H, T, D) tensors with `expected` on (T, H, D) tensors."""
+    """Compare `attend` with `expected`: their outputs and gradients. `attend` takes (1, H, T, D) tensors, and
+    `expected` takes (T, H, D) tensors."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(*device).requires_grad_() for shape in shapes]
     out, nothing = attend(*(one.transpose(0, 1)[None] for one in drawn))

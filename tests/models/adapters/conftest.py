@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Tiny:
-    """A tiny checkpoint with its model and adapter, and the images of the rollouts that tests make with it."""
+    """A tiny checkpoint with its model and adapter. It also stores the images of the rollouts that tests make."""
 
     family: str
     folder: Path
@@ -53,7 +53,7 @@ class Tiny:
         return ref
 
     def processed(self, conversations: Sequence[list[Message]], images: Sequence[Sequence[ImageRef]]) -> Any:
-        """Output of the family's processor for chat-templated conversations, padded on the right."""
+        """Return what the family's processor returns for conversations in the chat template, padded on the right."""
         texts = [
             self.processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in conversations
         ]
@@ -83,14 +83,15 @@ def turn_of(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any) 
 
 
 def outputs_of(*trajectories: Sequence[Turn]) -> GenerateOutputs:
-    """Rollouts with one trajectory per list of turns; two trajectories form a group."""
+    """Return rollouts. Each argument is the list of turns of one trajectory, and two consecutive trajectories form a
+    group."""
     return GenerateOutputs(
         [make_trajectory(f"t{number}", f"g{number // 2}", turns) for number, turns in enumerate(trajectories)]
     )
 
 
 def says(*parts: str | None) -> Message:
-    """Return a user message of these texts; None stands for an image."""
+    """Return a user message with these parts: texts, and None for an image."""
     content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
     return {"role": "user", "content": content}
 

@@ -20,8 +20,8 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 @pytest.fixture
 def rows(tiny) -> list[tuple[list[Any], list[Any]]]:
-    """Pairs of a conversation and its images, of which there are zero to three. One image occurs in two
-    conversations."""
+    """Return pairs of a conversation and its images. A conversation has zero to three images, and one image occurs in
+    two conversations."""
     a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
         ([says("Name a color.")], []),
@@ -171,7 +171,7 @@ def test_collate_rejects_row_with_wrong_images(tiny, outputs):
 
 
 def forward_and_backward(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients of the summed log-probs of the sampled tokens."""
+    """Return the logits, and the gradients of the sum of the sampled tokens' log-probs."""
     model.zero_grad()
     logits = model(**model_inputs(batch)).logits
     trained = batch.loss_mask[:, 1:]  # image tokens may have no row in the output head

@@ -27,7 +27,7 @@ def molmo2(request, tmp_path_factory) -> Any:
 
 @pytest.fixture
 def outputs(molmo2) -> Any:
-    """Rollouts of one turn each, with zero, one and three images."""
+    """Return rollouts of one turn each. The turns have zero, one and three images."""
     a, b, c = (molmo2.image(*size) for size in SIZES)
     return outputs_of(
         [molmo2.turn([says("Name a color.")], [], "red")],

@@ -163,8 +163,8 @@ def test_long_sequence_is_cut_between_turns(qwen):
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[float]]]:
-    """Draw the turns of an episode as (prompt ids, completion ids, log-probs). A prompt begins with all tokens of an
-    earlier turn, or starts a new sequence."""
+    """Draw the turns of an episode; a turn has prompt ids, completion ids and log-probs. A prompt begins with all
+    tokens of an earlier turn, or starts a new sequence."""
     tokens = st.lists(st.integers(20, 24), min_size=1, max_size=5)
     turns: list[tuple[list[int], list[int], list[float]]] = []
     for _ in range(draw(st.integers(1, 6))):

@@ -28,7 +28,7 @@ def batch(**changes: Any) -> MultimodalBatch:
 
 
 class Own(MultimodalAdapter):
-    """A minimal adapter: one method, and pixels of shape (B, 3, H, W)."""
+    """A minimal custom adapter. It has only one method, and its pixels have shape (B, 3, H, W)."""
 
     def build_batch(self, outputs: Any) -> MultimodalBatch:
         return batch(pixel_values=torch.zeros(len(outputs.trajectories), 3, 224, 224))

@@ -49,7 +49,7 @@ FEATURES = {
 
 
 def write(root: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Write the dataset; return the episodes that were written."""
+    """Write the dataset to `root` and return the episodes that were written."""
     episodes = [frames_of(length, seed) for seed, length in enumerate(LENGTHS)]
     with create_dataset(root, fps=10, robot_type="panda", features=FEATURES, layout=layout(**changes)) as writer:
         for number, episode in enumerate(episodes):
@@ -59,7 +59,7 @@ def write(root: Path, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Use a temporary folder as cache."""
+    """Use a temporary folder as the download cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_CACHE", str(folder))
@@ -74,7 +74,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 @pytest.fixture
 def copied(written: tuple[Path, Any], tmp_path: Path) -> Path:
-    """A copy of the dataset that a test may damage."""
+    """Return a copy of the dataset that a test may damage."""
     return shutil.copytree(written[0], tmp_path / "copy")
 
 

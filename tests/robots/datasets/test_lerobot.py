@@ -170,7 +170,7 @@ def test_rejects_impossible_info(copied, edit, code, value):
 
 
 def rewrite(root, edit):
-    """Edit the columns of the only data file; return the opened dataset."""
+    """Edit the columns of the dataset's only data file, and return the dataset opened again."""
     table = pq.read_table(root / DATA)
     columns = {name: table[name].to_pylist() for name in table.column_names}
     edit(columns)
@@ -179,7 +179,7 @@ def rewrite(root, edit):
 
 
 def move_a_value(columns):
-    """Make rows of 6 and 8 values, which have as many values in all as two rows of 7."""
+    """Replace two rows of 7 values by a row of 6 and a row of 8 values. The total number of values stays the same."""
     rows = columns["action"]
     rows[3], rows[4] = rows[3][:6], rows[3][6:] + rows[4]
 
@@ -278,7 +278,8 @@ def test_truncated_video_error_names_the_file(copied):
 
 
 def images_of(root, monkeypatch, small):
-    """Return each frame's wrist image, or the error of reading it, with videos decoded once or not."""
+    """Read the wrist image of each frame. Return the image, or the error if it cannot be read. Videos are decoded once
+    or for each frame."""
     monkeypatch.setattr(frames_module, "SMALL", small)
     dataset, images = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())

@@ -33,12 +33,12 @@ ORDER = FileShuffleSettings(lanes=2, window=2)
 
 
 class Store(LocalFileSystem):
-    """A folder that acts as a slow remote store, which may fail."""
+    """A folder that acts as a slow remote store. It can be made to fail."""
 
     protocol = "slow"
     fetched: ClassVar[list[str]] = []
     part: ClassVar[Callable[[str], None]] = staticmethod(lambda name: None)
-    """Called for each of the two parts of a file that arrive."""
+    """Function that is called for each of the two parts of a file when the part arrives."""
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -112,7 +112,7 @@ def arrived(mixture: Mixture) -> list[Path]:
 
 
 def first_window(mixture: Mixture) -> range:
-    """Return the positions before any lane reaches its second window."""
+    """Return the positions of all samples that come before any lane reaches its second window."""
     assert mixture.file_shuffle is not None
     return range(2 * min(mixture.file_shuffle.window(lane).stop for lane in range(2)))
 

@@ -228,12 +228,12 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Write no log."""
+        """Suppress the server's log messages."""
 
 
 @pytest.fixture
 def hub(many, monkeypatch) -> Iterator[list[str]]:
-    """Start the hub; return the list of requests it gets."""
+    """Start the hub and return the list that records the requests it gets."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -53,7 +53,7 @@ class Plane:
         slot: int = 0,
         perturbation: Perturbation | None = None,
     ) -> RobotObservation:
-        """Put the point at its start; a perturbation puts it farther away."""
+        """Put the point at its start. With a perturbation, the start is farther from the origin."""
         with self._lock:
             self.resets += 1
             angle = 1 + 7 * task.index + initial_state + seed / 1000
@@ -92,7 +92,7 @@ class Plane:
 
 
 class Homing:
-    """Policy that pushes the point toward the origin, with noise from the row's seed."""
+    """Policy that pushes the point toward the origin. The seed of a row determines the noise of the push."""
 
     n_action_steps = 4
     action_dimensions = 7

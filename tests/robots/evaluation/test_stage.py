@@ -82,7 +82,7 @@ def test_evaluation_writes_results_metrics_videos_and_report(tmp_path: Path) -> 
 
 
 def evaluated_twice(folder: Path, **changes: Any) -> dict[str, Artifact]:
-    """Return evaluations of two policies, of which the second has less noise."""
+    """Return the evaluations of two policies. The second policy has less noise."""
     paths = {}
     for name, noise in (("first", 1.4), ("second", 0.5)):
         out, _, _ = evaluate(folder / name, Homing(noise), Plane(), **changes)

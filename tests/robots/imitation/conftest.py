@@ -92,7 +92,7 @@ def write_dataset(root: Path, episodes: int, seed: int = 0, layout: LayoutSettin
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifacts of the preceding stages, by the name of the input."""
+    """Return the artifacts of the preceding stages, by the name under which the stage takes them as input."""
     from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
     root = tmp_path_factory.mktemp("vla")

@@ -33,7 +33,7 @@ SPEED = ("samples_per_second", "memory/peak_gib")
 
 
 def rows_of(job: Job) -> list[dict[str, float]]:
-    """Return the history without columns that depend on the machine."""
+    """Return the training history without the metrics that depend on the machine."""
     rows = [json.loads(line) for line in job.history.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
 

@@ -21,7 +21,8 @@ TASKS = [("libero_goal", 4), ("libero_object", 0), ("libero_spatial", 4)]
 
 
 def end_state(suite: str, index: int, assets: Literal["compact"] | None) -> list[float]:
-    """Return time, positions and velocities after the actions. assets: None for LIBERO's own."""
+    """Return simulation time, positions and velocities after the actions. With `assets` None, LIBERO's own assets are
+    used."""
     made = LiberoSimulator(suite_tasks(suite)[index], simulator(assets=assets))
     made.reset(1, 5)
     rng = np.random.default_rng(0)

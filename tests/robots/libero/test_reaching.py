@@ -17,7 +17,7 @@ pytestmark = needs_libero
 
 NEAR = simulator(reach_distance=0.1)
 ABOUT_FURNITURE = {"libero_spatial": 0, "libero_object": 0, "libero_goal": 2, "libero_10": 2, "libero_90": 16}
-"""Number of tasks in each suite whose first goal predicate is about a drawer, a door or a knob."""
+"""Number of tasks, by suite, whose first goal predicate is about a drawer, a door or a knob."""
 
 
 def is_refused(task: LiberoTask) -> bool:

@@ -24,7 +24,7 @@ from .simulated import needs_libero, physics, simulator
 pytestmark = needs_libero
 
 DRAWER = 4
-"""Index of the task of libero_spatial in whose initial states a drawer is open by a random amount."""
+"""Index of a task of libero_spatial. In its initial states, a drawer is open by a random amount."""
 
 
 @pytest.fixture(scope="module")

@@ -17,5 +17,5 @@ _PLAIN: dict[str, Any] = {
 
 
 def policy_settings(**changes: Any) -> RobotPolicySettings:
-    """Return the plain settings with `changes`."""
+    """Return the default settings of a plain policy, with `changes` applied."""
     return RobotPolicySettings.model_validate(_PLAIN | changes)

@@ -17,7 +17,8 @@ REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
 def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
-    """Return episodes with these numbers of chunks and rewards; the last chunk of an episode has the reward."""
+    """Return the chunks of a group of episodes with these numbers of chunks and these rewards. The last chunk of an
+    episode has its reward."""
     chunks = []
     for number, (count, reward) in enumerate(episodes):
         for chunk in range(count):

@@ -52,7 +52,7 @@ def learner(loaded: LoadedPolicy, images: ImageStore, width: int = 7, ratio: str
 
 
 def judged(answers: list[ActionChunk]) -> list[ActionChunkSample]:
-    """Return the chunks with alternating advantages 1 and -1."""
+    """Return the chunks with advantages set, alternately 1 and -1."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 

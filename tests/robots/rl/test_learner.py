@@ -58,7 +58,7 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
 
 
 def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
-    """Return the chunks with alternating advantages 1 and -1."""
+    """Return the chunks with advantages set, alternately 1 and -1."""
     return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
 
 

@@ -44,7 +44,7 @@ from tests.robots.rl.test_learner import learner
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    """The policy with a value head that is not zero."""
+    """Return a policy whose value head does not predict zero."""
     policy = calm_policy(tmp_path_factory.mktemp("policy"))
     torch.nn.init.normal_(policy.model.add_value_head(0).layers[-1].weight, generator=torch.Generator().manual_seed(1))
     return policy
@@ -76,7 +76,7 @@ def ppo_learner(loaded: LoadedPolicy, images: ImageStore, gae: dict[str, Any] | 
 
 
 def values_of(trainer: RobotRLLearner, samples: Sequence[ActionChunkSample]) -> np.ndarray:
-    """Return the value of each chunk computed alone, as rows are sampled on a CPU."""
+    """Return the predicted value of each chunk. Each chunk is computed alone, as when rows are sampled on a CPU."""
     assert trainer.model.value_head is not None
     with torch.no_grad():
         states = [trainer.likelihood.predict(trainer.model, trainer._load([each]))[0].states for each in samples]

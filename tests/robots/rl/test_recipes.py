@@ -33,7 +33,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "advantage": {"name": "group_mean"},
     },
 }
-"""Settings in RLinf's configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under Armature's names."""
+"""Settings of two RLinf configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under the names that Armature
+uses."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -116,7 +116,7 @@ def train(folder: Path, start: Artifact, processes: Sequence[Kitchen], settings:
 
 
 def rows(run: RobotRLRun) -> list[dict[str, float]]:
-    """Return the history without metrics that depend on the machine."""
+    """Return the training history without the metrics that depend on the machine."""
     timed = ("timing/", "memory/", "answers_per_second", "simulator/", "policy/", "machine/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 

@@ -152,7 +152,8 @@ def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
 
 
 def plainly(loaded: LoadedPolicy, images: ImageStore, sample: ActionChunk, model: Any = None) -> np.ndarray:
-    """Return ln softmax(logits / temperature) of the sample's tokens, (K,), with a full float64 pass for each token."""
+    """Return ln softmax(logits / temperature) of the sample's K tokens, (K,). Each token has a full forward pass in
+    float64."""
     processor, model = loaded.processor(), copy.deepcopy(model or loaded.model).double()
     seen = {name: np.asarray(images.open(ref)) for name, ref in zip(sample.cameras, sample.images, strict=True)}
     example = processor.encode(RobotObservation(seen, sample.state, sample.language))
@@ -210,7 +211,7 @@ def test_rollouts_do_not_depend_on_batch_processes_or_crashes(
 
 
 def hand_loss(objective: str, ratio: str, samples: Sequence[ActionChunkSample], now: Sequence[np.ndarray]) -> float:
-    """Return the mean over ratios of each objective's loss, from its paper's formula."""
+    """Return each objective's loss as the mean over ratios, computed from the formula in the objective's paper."""
     losses: list[float] = []
     for sample, logprobs in zip(samples, now, strict=True):
         a, change = sample.advantage, logprobs - sample.logprobs

@@ -32,7 +32,7 @@ FORM = ObservationFormat.of(released.CAMERAS, 8, STATE, previous=(4, 7, 4))
 
 
 def message(number: int, **changes: Any) -> dict[str, Any]:
-    """Return the fields of an observation; `changes` replace fields, and None removes a field."""
+    """Return the fields of an observation. `changes` replace fields; None removes a field."""
     rng = np.random.default_rng(number)
     fields: dict[str, Any] = {
         FRONT: rng.integers(0, 256, (40, 50, 3), np.uint8),
@@ -113,7 +113,7 @@ def ask(connection: ClientConnection, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class GatedPolicy:
-    """A policy that returns state, seed and length of the task as actions, once its gate is open."""
+    """A policy that waits until its gate is open. Its actions are the state, the seed and the length of the task."""
 
     n_action_steps, action_dimensions, rows_per_pass = 2, 3, 1
 

@@ -11,7 +11,7 @@ from tests.robots.server.conftest import FRONT, STATE, WRIST, message
 
 
 def raw(**changes: Any) -> dict[bytes, Any]:
-    """Return the map of eight float32 numbers with `changes` to its parts."""
+    """Return the encoded form of eight float32 numbers, a map, with `changes` to its parts."""
     parts = {"__ndarray__": True, "data": bytes(32), "dtype": "<f4", "shape": [8]}
     return {name.encode(): part for name, part in (parts | changes).items()}
 
@@ -43,7 +43,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "seed": (-1, 2**63, 2**64 - 1, 1.0, "1", True, [1], np.float64(2), np.zeros(1, int), {}),
     **dict.fromkeys(("observation.images.left", "Prompt", "", "__class__", "state"), (1, "x", np.zeros(3))),
 }
-"""Invalid values of each field; None omits the field."""
+"""Invalid values for each field of an observation. None means that the field is left out."""
 WHOLE = encode(message(0))
 HUGE = (
     b"\xdd\xff\xff\xff\xff",

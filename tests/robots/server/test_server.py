@@ -26,7 +26,7 @@ from tests.robots.server.malformed import MALFORMED
 
 
 def expected(policy: MolmoAct2Policy, fields: dict[str, Any], seed: int) -> bytes:
-    """Return the actions that the policy predicts without a server."""
+    """Return the actions that the policy predicts if it is called directly, without a server."""
     return policy.predict([observation(fields)], [seed])[0].tobytes()
 
 

@@ -37,13 +37,13 @@ MODEL = {
     "light": {"light_pos", "light_dir", "light_diffuse"},
     "texture": {"mat_rgba", "tex_data"},
 }
-"""Arrays of the model that change."""
+"""Names of the arrays of the physics model that perturbations change."""
 ACTIONS = np.random.default_rng(0).uniform(-1, 1, (2, 7))
 
 
 @dataclass(frozen=True)
 class Begin:
-    """State at the start of an episode and after two actions."""
+    """State of the simulator at the start of an episode, and its state after two actions."""
 
     model: dict[str, NDArray[Any]]
     state: NDArray[np.float64]
@@ -64,7 +64,7 @@ class Begin:
 
 
 def where(scene: PerturbedScene) -> tuple[dict[str, NDArray[np.float64]], float]:
-    """Return the position of each object, and the penetration depths as negative distances."""
+    """Return the position of each object, and the contact distances; a negative distance is a penetration depth."""
     places = {name: scene.data.xpos[body].copy() for name, body in (scene.objects | scene.fixtures).items()}
     return places, min(scene.data.contact.dist, default=0.0)
 
@@ -169,7 +169,8 @@ def test_perturbations_do_not_depend_on_process_or_order(made: LiberoSimulator) 
 
 
 def check_placements(suite: str, index: int, states: range) -> dict[str, float]:
-    """Check that nothing penetrates and heights are unchanged; return how far each object moved at most."""
+    """Check that no objects penetrate each other and that their heights are unchanged. Return the largest distance that
+    each object moved."""
     made, ways = LiberoSimulator(suite_tasks(suite)[index], SETTINGS), dict[str, float]()
 
     def places_after(state: int, perturbation: Perturbation | None) -> tuple[dict[str, NDArray[np.float64]], float]:

@@ -62,7 +62,8 @@ def make_model(seed: int = 0, residual_dropout: float = 0.0) -> MolmoAct2:
 def make_example(
     rng: np.random.Generator, words: int = 6, images: int = 1, answer: int = 0, valid_steps: int = HORIZON
 ) -> Example:
-    """Make an example of BOS, `images` images, words with an EOS among them, and `answer` action tokens."""
+    """Return an example that consists of BOS, `images` images, words with an EOS among them, and `answer` action
+    tokens."""
     image = [IMAGE_START, *[PATCH] * 4, IMAGE_END]
     text = rng.integers(30, VOCABULARY, words).tolist()
     ids = [EOS, *image * images, *text[: words // 2], EOS, *text[words // 2 :]]
@@ -91,7 +92,7 @@ def make_example(
 
 
 def make_examples(count: int, seed: int = 0, answer: bool = False, **facts: Any) -> list[Example]:
-    """Make examples with different lengths and numbers of images."""
+    """Return examples that differ in length and in the number of images."""
     rng = np.random.default_rng(seed)
     return [
         make_example(rng, words=4 + 3 * index, images=1 + index % 2, answer=(3 + index) * answer, **facts)

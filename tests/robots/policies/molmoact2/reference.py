@@ -28,7 +28,8 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, base: float) -> Tensor:
-    """Rotate x (T, size) by its positions 0, 1, ..., one pair of dimensions at a time."""
+    """Rotate x (T, size), whose rows have the positions 0, 1, ..., T - 1. One pair of dimensions is rotated at a
+    time."""
     steps, size = x.shape
     half = size // 2
     y = x.clone()
@@ -40,7 +41,7 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Attention of one head; `visible` marks the keys to attend to."""
+    """Compute the attention of one head. `visible` is True for the keys that a query may attend to."""
     scores = queries @ keys.T / math.sqrt(queries.shape[-1])
     scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1) @ values
@@ -55,7 +56,7 @@ def velocity(
     valid: Tensor,
     heads: int,
 ) -> Tensor:
-    """Velocity of one chunk.
+    """Return the velocity that the action expert predicts for one chunk.
 
     Shapes: actions (T, D), time (), each layer's keys and values (kv heads, S, size), visible (S,), valid (T,).
     """
@@ -96,7 +97,7 @@ def flow_loss(
     used: Tensor,
     heads: int,
 ) -> Tensor:
-    """Flow-matching loss of one example, the mean over draws and all T steps.
+    """Return the flow-matching loss of one example: the mean over F draws and all T steps.
 
     Shapes: actions (T, D), noise (F, T, D), times (F,), used (D,).
     """
@@ -130,7 +131,8 @@ def sample(
 
 
 def discrete_loss(logits: Tensor, labels: Tensor, owners: Tensor, z_scale: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and z-loss of K tokens: weights 2 / sqrt(tokens of the example), over max(sum of weights, 1)."""
+    """Return cross-entropy plus z-loss of K tokens. A token has the weight 2 / sqrt(number of tokens of its example);
+    the weighted sum is divided by max(sum of weights, 1)."""
     cross_entropy, z, total = logits.new_zeros(()), logits.new_zeros(()), 0.0
     for row, label, owner in zip(logits, labels, owners, strict=True):
         weight = 2.0 / math.sqrt(int((owners == owner).sum()))

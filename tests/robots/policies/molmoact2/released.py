@@ -178,7 +178,7 @@ def norm_stats() -> dict[str, Any]:
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokenizer with bytes, no merges, and the special tokens at the ids in TOKENS."""
+    """Return a tokenizer with one token per byte and without merges. Special tokens have the ids in TOKENS."""
     ordinary = {token: number for token, number in TOKENS.items() if number < len(MARKERS) + 256}
     made = Tokenizer(models.BPE(vocab=ordinary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -224,7 +224,7 @@ def write(file: Path, document: Any) -> None:
 
 
 def observe(number: int, previous: PreviousActions | None = None) -> RobotObservation:
-    """Return random images and state, and one of three tasks."""
+    """Return an observation with random images and a random state. Its task is one of three."""
     rng = np.random.default_rng(number)
     images = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in CAMERAS}
     tasks = ("Put the bowl away.", "Open the top drawer of the cabinet", "wait")

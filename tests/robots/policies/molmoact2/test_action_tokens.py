@@ -95,7 +95,8 @@ def test_fitting_is_deterministic(fitted: ActionTokens, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> ActionTokens:
-    """A tokenizer in the released layout with only 20 characters, for coefficients from -10 to 9."""
+    """Return a tokenizer in the released layout whose alphabet has only 20 characters, which stand for coefficients
+    from -10 to 9."""
     folder = tmp_path_factory.mktemp("fast")
     model = ByteLevelBPETokenizer()
     texts = ["".join(map(chr, np.random.default_rng(0).integers(0, 20, 40))) for _ in range(50)]

@@ -141,7 +141,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def move(sharded: Path, file: object) -> Path:
-    """Make the index claim that the output head is in `file`."""
+    """Change the checkpoint's index such that it claims that the output head is in `file`."""
     path = sharded / "model.safetensors.index.json"
     released.write(path, {"weight_map": json.loads(path.read_text())["weight_map"] | {"lm_head.weight": file}})
     return path

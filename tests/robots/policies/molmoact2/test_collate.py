@@ -31,7 +31,7 @@ def example(length: int, crops: int, seed: int) -> Example:
 
 
 def unbatch(batch: PolicyBatch, number: int) -> Example:
-    """Restore example `number` using only the batch's indices."""
+    """Restore example `number` from the batch, using only the indices in the batch."""
     row = int(batch.rows[number])
     owned = (batch.example_ids == number).numpy()
     assert owned.any(axis=1).nonzero()[0].tolist() == [row]

@@ -74,7 +74,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> MolmoAct2Policy:
 
 
 def middle(shift: float, steps: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return actions at `shift` of half the range away from the middle of each dimension's range."""
+    """Return actions that differ from the middle of each dimension's range by `shift` times half the range."""
     stats = released.norm_stats()["metadata_by_tag"]["kitchen"]["action_stats"]
     low, high = np.array(stats["q01"]), np.array(stats["q99"])
     return np.tile((low + high) / 2 + shift * (high - low) / 2, (steps, 1)).astype(np.float32)

@@ -94,7 +94,7 @@ def write_lerobot(folder: Path, base: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def adapted(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights under PEFT's names with adapters on some layers, and the merged weights in float64."""
+    """Return the weights with adapters on some layers, under PEFT's names; and the merged weights in float64."""
     generator = torch.Generator().manual_seed(5)
     stored, merged = {}, dict(tensors)
     for name, tensor in tensors.items():

@@ -261,7 +261,7 @@ def test_meta_model_is_complete_after_loading_weights() -> None:
 
 
 def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, FlowSamples, LossPlan]:
-    """Return a model whose VLM requires no gradients, and the same model after `freeze_vlm`."""
+    """Return two equal models whose VLM requires no gradients. `freeze_vlm` was called on the second one."""
     models = [make_model().to(device).eval() for _ in range(2)]
     for model in models:
         model.vlm.requires_grad_(False)

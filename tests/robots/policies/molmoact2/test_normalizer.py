@@ -94,7 +94,7 @@ def test_rejects_gripper_out_of_range() -> None:
 
 
 def measured(values: NDArray[np.float32], names: tuple[str, ...]) -> FeatureNormStats:
-    """Return the statistics of a dataset's robot, with widened quantiles."""
+    """Return the statistics of a dataset's robot in which the quantiles are widened."""
     _, parts = quantiles.measure(values, [len(values)], "action")
     document = quantiles.merge([parts]).statistics().document()
     feature = Feature(dtype="float32", shape=(len(names),), names=list(names))

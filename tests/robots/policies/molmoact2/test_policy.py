@@ -112,7 +112,8 @@ def test_rejects_untrained_action_mode_and_too_many_steps(loaded: LoadedPolicy, 
 def speaking(
     loaded: LoadedPolicy, tokens: ActionTokens, answer: list[int], refuse_undecoded: bool = False
 ) -> MolmoAct2Policy:
-    """Make a policy that generates `answer`: its layers add nothing, so a token only depends on the previous one."""
+    """Return a policy that generates the tokens `answer`. Its layers add nothing to the embeddings, so the next token
+    depends only on the previous one."""
     settings = loaded.settings.model_copy(update={"action_mode": "both"})
     parts = replace(loaded.parts, settings=settings, action_tokens=tokens)
     model = copy.deepcopy(loaded.model)

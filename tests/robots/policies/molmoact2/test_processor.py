@@ -114,7 +114,7 @@ def build(settings: RobotPolicySettings, fast: ActionTokens | None, **changes: A
 
 
 def text(columns: str = "", images: tuple[str, ...] = ("Image 1", "Image 2")) -> str:
-    """Return the released prompt as text; 42 pixels are 3 x 3 patches, which are pooled to 2 x 2 tokens."""
+    """Return the released prompt as text. An image of 42 pixels has 3 x 3 patches, which are pooled to 2 x 2 tokens."""
     image = "<im_start>" + ("<im_patch><im_patch>" + columns) * 2 + "<im_end>"
     return (
         "<|im_end|>"

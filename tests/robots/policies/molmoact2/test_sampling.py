@@ -31,7 +31,7 @@ SEEDS = [11, 7, 2**63 + 5]
 
 
 def _sampler(model: MolmoAct2, group: int = 1, **changes: object) -> Sampler:
-    """Make a sampler; with groups of several rows it pads as on a GPU."""
+    """Return a sampler of the model. If a group has several rows, the sampler pads as it does on a GPU."""
     sampler = Sampler(model, replace(PLAN, **changes), horizon=HORIZON, group=group, width=40, pad_id=0)
     sampler.group, sampler._padded = group, sampler._padded or group > 1
     return sampler
