@@ -94,8 +94,8 @@ LOADED = (
 
 @pytest.fixture(scope="module")
 def served(engine, servable, layouts) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return vLLM's answers by model family. A family's list has one answer for each conversation; only checkpoints
-    that vLLM can load are included."""
+    """Return vLLM's answers by model family. A family has one list for each checkpoint that vLLM loads, with one answer
+    per conversation."""
     conversations = [messages for messages, _ in _conversations(IMAGES)]
 
     def answers(how: str, folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,8 @@ from armature.components.robots.evaluation.results import (
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Counts of pairs by result, McNemar's exact two-sided p-value, and a comparison that ignores the pairing."""
+    """Comparison of two policies on the same episodes: numbers of episode pairs by result, and McNemar's exact
+    two-sided p-value. It also has a comparison that ignores the pairing."""
 
     both: int
     only_first: int
@@ -46,7 +47,7 @@ class PairedComparison:
 
 
 def sign_test(first: int, second: int) -> float:
-    """Return the two-sided p-value of `first` heads and `second` tails, if the coin is fair.
+    """Return the two-sided p-value of `first` heads and `second` tails, under the hypothesis that the coin is fair.
 
     It is min(1, 2 P(X <= min(first, second))), where X is the number of heads in as many tosses.
 
@@ -88,7 +89,7 @@ def compare_results(
 def compare_parts(
     first: Sequence[LiberoResult], second: Sequence[LiberoResult], confidence: float = 0.95
 ) -> dict[str, PairedComparison]:
-    """Return comparisons over all episodes ("all"), then by suite, then by task."""
+    """Return comparisons by name of the part: over all episodes ("all"), then of each suite, then of each task."""
     _pairs(first, second)
     parts = {"all": compare_results(first, second, confidence)}
     others = by_suite(second)
@@ -103,7 +104,8 @@ def compare_parts(
 def compare_perturbed(
     first: Sequence[PerturbedResult], second: Sequence[PerturbedResult], confidence: float = 0.95
 ) -> dict[str, PairedComparison]:
-    """Compare two evaluations separately for each perturbation that both have. Return comparisons by its label."""
+    """Compare two evaluations separately for each perturbation that both have. Return the comparisons by the
+    perturbation's label."""
     others = by_perturbation(second)
     groups = by_perturbation(first).items()
     return {label: compare_results(group, others[label], confidence) for label, group in groups if label in others}
@@ -112,7 +114,7 @@ def compare_perturbed(
 def perturbed_metrics(
     results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]
 ) -> dict[str, dict[str, float]]:
-    """Return metrics for each perturbation, by its label.
+    """Return the metrics of each perturbation, by the perturbation's label.
 
     They are the success rate with the perturbation, and its difference from the rate of the same episodes without it.
     """

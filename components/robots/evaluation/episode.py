@@ -115,7 +115,7 @@ def play_episode(
 
 
 def replay_episode(process: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:
-    """Repeat an episode from its recorded actions, with camera images.
+    """Repeat an episode from its recorded actions, and keep the camera images of every step.
 
     Raises:
         WorkerError: the simulator died.
@@ -125,7 +125,7 @@ def replay_episode(process: SimulatorClient, slot: int, planned: PlannedEpisode,
 
 
 def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk: int) -> None:
-    """Refuse a state that is not finite. Policies would read NaN as 0, as the released policy does."""
+    """Raise an error if the state is not finite. Policies would read NaN as 0, as the released policy does."""
     if not np.isfinite(observation.state).all():
         raise WorkerError(
             "the simulator's state is not finite",

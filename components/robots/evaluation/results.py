@@ -151,17 +151,17 @@ def success_rate(results: Sequence[LiberoResult]) -> Interval:
 
 
 def by_suite(results: Sequence[LiberoResult]) -> dict[str, list[LiberoResult]]:
-    """Return the results of each suite. Results of a suite must be adjacent; their order is kept."""
+    """Group the results by suite. Results of one suite must be adjacent; their order is kept."""
     return {suite: list(group) for suite, group in groupby(results, lambda result: result.suite)}
 
 
 def by_task(results: Sequence[LiberoResult]) -> dict[tuple[str, int], list[LiberoResult]]:
-    """Return the results of each task, by suite and task number. Results of a task must be adjacent."""
+    """Group the results by suite and task number. Results of one task must be adjacent."""
     return {key: list(group) for key, group in groupby(results, lambda result: result.key[:2])}
 
 
 def by_perturbation(results: Sequence[PerturbedResult]) -> dict[str, list[PerturbedResult]]:
-    """Return the results of each perturbation, by its label. Results of a perturbation must be adjacent."""
+    """Group the results by the label of their perturbation. Results of one perturbation must be adjacent."""
     return {label: list(group) for label, group in groupby(results, lambda result: result.label)}
 
 
@@ -181,7 +181,7 @@ def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
 
 
 def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
-    """Return the success rate of these results with its 95 % interval, and numbers of episodes."""
+    """Return the success rate of these results with its 95 % interval, and the counts of episodes."""
     rate = success_rate(results)
     solved = [result.steps for result in results if result.success]
     steps = {"steps_when_solved": fmean(solved)} if solved else {}

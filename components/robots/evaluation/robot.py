@@ -9,8 +9,8 @@ from armature.components.robots.datasets.source import DatasetSource
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
 
 ACTION_SIZE, STATE_SIZE = 7, 8
-"""Actions: 6 numbers for the end effector and 1 for the gripper. State: position, rotation and both fingers. See
-`LiberoSimulator`."""
+"""Number of values of an action and of a state. An action has 6 numbers for the end effector and 1 for the gripper. A
+state has the position and rotation of the end effector and both fingers. See `LiberoSimulator`."""
 _REMEDY = "leave out the sections evaluation and simulator: then the error of held-out actions measures the policy"
 
 

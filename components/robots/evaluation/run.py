@@ -35,7 +35,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class EvaluationAborted(Exception):
-    """Another player or the policy failed, so the evaluation ends."""
+    """Raised in a player whose evaluation ends because another player or the policy failed."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class InferenceQueue(Generic[AnswerT]):
                     question.answer.set_exception(EvaluationAborted())
 
     def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
-        """Wait for the requests of one policy call. Return the players that have ended meanwhile, and the requests.
+        """Wait for the requests of one policy call. Return the players that have ended in the meantime, and the
+        requests.
 
         After the first request or ended player, more requests are awaited for at most half the duration of the previous
         policy call.
@@ -158,7 +159,8 @@ ResultT = TypeVar("ResultT")
 
 
 class ProgressCallback(Protocol):
-    """Called after each episode with the outcomes of all finished episodes and the outcome of the latest."""
+    """Function that is called after each episode. Its arguments are the outcomes of all finished episodes and the
+    outcome of the latest one."""
 
     def __call__(self, finished: Collection[EpisodeOutcome], latest: EpisodeOutcome, /) -> None: ...
 
@@ -205,7 +207,8 @@ class EpisodePlayer:
     def __init__(self, processes: Sequence[SimulatorClient], batch: int, attempts: int) -> None:
         self._processes, self._batch, self._attempts = processes, batch, attempts
         self._held: dict[SimulatorSlot, TaskKey] = {}
-        """Task that each simulator was last built for. Building one takes seconds, so players prefer the same task."""
+        """Task that each simulator was last built for. Building a simulator for another task takes seconds, so players
+        choose episodes of the same task first."""
         self._lock = threading.Lock()
 
     def play(

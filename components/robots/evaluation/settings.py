@@ -12,7 +12,7 @@ from armature.components.robots.libero.settings import PerturbationSettings, Sim
 from armature.components.robots.policies.settings import Quantization
 
 REST = 10
-"""Simulation steps until the objects of a stored initial state have come to rest."""
+"""Number of simulation steps after which the objects of a stored initial state are at rest."""
 
 
 class PlayerSettings(Settings):

@@ -28,7 +28,7 @@ METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
 COMPARISON_FILE = "comparison.json"
 SHOWN = ("success", "success_low", "success_high", "difference")
-"""Metrics of each perturbation that are logged to the run; `metrics.json` has all of them."""
+"""Names of the metrics that are logged to the run for each perturbation. `metrics.json` has all metrics."""
 
 
 def evaluate_libero(

@@ -54,7 +54,7 @@ def film(
     process: SimulatorClient,
     attempts: int,
 ) -> Iterator[tuple[PlannedEpisode, PlayedEpisode]]:
-    """Yield each episode with its repetition, which has camera images.
+    """Repeat each picked episode with camera images. Yield the episode and its repetition.
 
     Raises:
         WorkerError: the simulator died in every attempt.
@@ -71,7 +71,8 @@ def _again(process: SimulatorClient, episode: PlannedEpisode, actions: Actions, 
 
 
 def differs(played: PlayedEpisode, recorded: EpisodeOutcome) -> str | None:
-    """Return how the repetition's ending differs from the recorded one; None if they are equal."""
+    """Return a text that says how the end of the repetition differs from the recorded end, or None if they are
+    equal."""
     if (played.success, played.steps) == (recorded.success, recorded.steps):
         return None
     return (
@@ -122,7 +123,8 @@ def write_pairs(first: Path, second: Path, out: Path) -> dict[str, str]:
 
 
 def join_videos(first: Path, second: Path, out: Path) -> None:
-    """Write both videos side by side at the frame rate of the first; the shorter one freezes at its last frame."""
+    """Write one video that shows both videos side by side, at the frame rate of the first. The shorter one freezes at
+    its last frame."""
     (left, fps), (right, _) = _read(first), _read(second)
     height, width, _ = left[0].shape
     writer = VideoWriter(out, fps, 2 * width + GAP, height, ENCODING)

@@ -182,7 +182,8 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
         return update_rows(count, self.settings, number)
 
     def _local_parts(self, samples: Sequence[ActionChunkSample]) -> list[tuple[Sequence[ActionChunkSample], bool]]:
-        """Return this rank's micro-batches, each as (samples, True), followed by dummies (samples, False).
+        """Return this rank's micro-batches as pairs (samples, True), followed by dummy micro-batches as pairs (samples,
+        False).
 
         Dummies do not change the gradient. A sharded model needs them because all ranks gather its weights together, so
         every rank must run the same number of micro-batches.

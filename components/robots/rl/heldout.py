@@ -97,7 +97,8 @@ class RobotEvaluations(Evaluations):
         journal.unlink()
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
-        """Return the criterion for the best step: first the success rate, then the negative mean number of actions."""
+        """Return the criterion by which the best step is chosen: first the success rate, then the negative mean number
+        of actions."""
         return metrics["success"], -metrics["steps"]
 
     def report_line(self, step: int) -> str:

@@ -30,7 +30,8 @@ from armature.components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
 
 def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -> tuple[Tensor, Tensor]:
-    """Return the clipped value loss and, as bool, where the clipped term is the larger one; both of shape (E,).
+    """Return two tensors of shape (E,): the clipped value loss of each chunk, and a bool that is True where the clipped
+    term is the larger one.
 
     The loss is max(huber(V - R), huber(V_clip - R)) with V_clip = V_old + clip(V - V_old, -value_clip, value_clip).
     huber(e) is e² / 2 where |e| <= d = huber_delta, else d (|e| - d / 2). With `value_clip` 0 the loss is huber(V - R).
@@ -154,7 +155,8 @@ class RobotRLLearner(ActionChunkLearner):
         return _row_sums(values, part) if self._chunks else values
 
     def _value_losses(self, states: Tensor, part: ActionChunkBatch, settings: GAE) -> dict[str, Tensor]:
-        """Return, by metric name, the value head's loss of each chunk, and whether it was clipped; both (E,)."""
+        """Return two values for each chunk, (E,), by metric name: the value head's loss, and whether the loss was
+        clipped."""
         assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
         losses = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
         return dict(zip(OF_ANSWERS, losses, strict=True))

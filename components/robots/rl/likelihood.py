@@ -49,12 +49,13 @@ class ActionLikelihood(Protocol):
 
     @property
     def of_tokens(self) -> bool:
-        """True if actions are tokens; then the value head reads hidden states of the VLM, not of the action expert."""
+        """True if actions are tokens. The value head then reads hidden states of the VLM instead of those of the action
+        expert."""
 
     def predict(
         self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
     ) -> list[Prediction]:
-        """Return the model's prediction, then one more for each of `others`.
+        """Return the predictions of the model, followed by one prediction for each action expert in `others`.
 
         For the latter, the model's action expert is replaced by the other one.
         """

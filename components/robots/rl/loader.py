@@ -205,7 +205,8 @@ class ActionChunkLoader:
         return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
     def _example(self, sample: ActionChunkSample) -> Example:
-        """Return the encoded observation, followed by the action tokens if there are any."""
+        """Return the tokens and tensors of the sample: its encoded observation, followed by the action tokens if there
+        are any."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
         tokens = sample.tokens.astype(np.int64)
         return replace(

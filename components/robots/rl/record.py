@@ -124,7 +124,8 @@ def episode_defect(rows: Sequence[ActionChunk]) -> tuple[str, str] | None:
 
 
 def _drawn(answer: PredictedChunk, executed: int) -> dict[str, Any]:
-    """Return the columns of the rollout table that hold what was sampled for a chunk, and its log-probs.
+    """Return values for the columns of the rollout table that store what was sampled for a chunk, and the log-probs of
+    it.
 
     Log-probs of continuous actions are kept only for the first `executed` actions, which the robot carried out.
     """

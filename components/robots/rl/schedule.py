@@ -72,7 +72,7 @@ def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpiso
 
 
 def _begins(settings: RobotRolloutSettings, tasks: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
-    """Return all pairs of task and initial state that the settings select."""
+    """Return all pairs (task, initial state) from which episodes can start according to the settings."""
     return [
         (task, state)
         for task in tasks_of(settings.suite, tasks, settings.tasks, "rollouts.tasks")

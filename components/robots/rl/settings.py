@@ -27,7 +27,7 @@ NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 
 
 def _refuse(problems: Mapping[str, bool]) -> None:
-    """Raise ValueError with the first message whose condition is true."""
+    """Raise a ValueError with the first message in `problems` whose condition is true."""
     for message, applies in problems.items():
         if applies:
             raise ValueError(message)

@@ -211,7 +211,8 @@ def test_rollouts_do_not_depend_on_batch_processes_or_crashes(
 
 
 def hand_loss(objective: str, ratio: str, samples: Sequence[ActionChunkSample], now: Sequence[np.ndarray]) -> float:
-    """Return each objective's loss as the mean over ratios, computed from the formula in the objective's paper."""
+    """Return the loss of this objective: the mean over all probability ratios, computed from the formula in the
+    objective's paper."""
     losses: list[float] = []
     for sample, logprobs in zip(samples, now, strict=True):
         a, change = sample.advantage, logprobs - sample.logprobs

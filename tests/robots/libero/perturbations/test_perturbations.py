@@ -64,7 +64,8 @@ class Begin:
 
 
 def where(scene: PerturbedScene) -> tuple[dict[str, NDArray[np.float64]], float]:
-    """Return the position of each object, and the contact distances; a negative distance is a penetration depth."""
+    """Return the position of each object, and the smallest contact distance, which is negative if objects penetrate
+    each other."""
     places = {name: scene.data.xpos[body].copy() for name, body in (scene.objects | scene.fixtures).items()}
     return places, min(scene.data.contact.dist, default=0.0)
 
