@@ -114,8 +114,7 @@ class InferenceQueue(Generic[AnswerT]):
                     question.answer.set_exception(EvaluationAborted())
 
     def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
-        """Wait for the requests of one policy call. Return the players that have ended in the meantime, and the
-        requests.
+        """Wait for the requests of one policy call. Return the players that have ended while waiting, and the requests.
 
         After the first request or ended player, more requests are awaited for at most half the duration of the previous
         policy call.

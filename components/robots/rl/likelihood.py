@@ -55,7 +55,7 @@ class ActionLikelihood(Protocol):
     def predict(
         self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
     ) -> list[Prediction]:
-        """Return the predictions of the model, followed by one prediction for each action expert in `others`.
+        """Return the prediction of the model, followed by one prediction for each action expert in `others`.
 
         For the latter, the model's action expert is replaced by the other one.
         """

@@ -205,8 +205,7 @@ class ActionChunkLoader:
         return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
     def _example(self, sample: ActionChunkSample) -> Example:
-        """Return the tokens and tensors of the sample: its encoded observation, followed by the action tokens if there
-        are any."""
+        """Return the sample as an example: its encoded observation, followed by the action tokens if there are any."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
         tokens = sample.tokens.astype(np.int64)
         return replace(

@@ -278,8 +278,8 @@ def test_truncated_video_error_names_the_file(copied):
 
 
 def images_of(root, monkeypatch, small):
-    """Read the wrist image of each frame. Return the image, or the error if it cannot be read. Videos are decoded once
-    or for each frame."""
+    """Return the wrist image of each frame, or the error message if it cannot be read. `small` replaces the constant
+    SMALL of the frame reader, which decides how it decodes a video."""
     monkeypatch.setattr(frames_module, "SMALL", small)
     dataset, images = open_dataset(root), []
     reader = FrameReader(dataset, DownloadCache.standard())
