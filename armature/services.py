@@ -193,6 +193,22 @@ def answers(url: str) -> bool:
         return False
 
 
+def runs_page(mlflow_url: str) -> str:
+    """Return the address at which MLflow shows the runs of the experiment that changed last.
+
+    Without `workflowType`, MLflow opens a page of traces, of which a training has none.
+    """
+    body = {"max_results": 2, "order_by": ["last_update_time DESC"]}
+    try:
+        answer = httpx.post(f"{mlflow_url}/api/2.0/mlflow/experiments/search", json=body, timeout=5.0, trust_env=False)
+        experiments = answer.raise_for_status().json().get("experiments", [])
+    except (httpx.HTTPError, ValueError):  # it does not answer, which `status` says beside the link
+        experiments = []
+    flows = [each["experiment_id"] for each in experiments if each["name"] != "Default"]
+    place = f"/{flows[0]}/runs" if flows else ""
+    return f"{mlflow_url}/#/experiments{place}?workflowType=machine_learning"
+
+
 def wait_until_ready(service: Service, running: Program, seconds: float) -> None:
     """Wait until the service answers.
 

@@ -38,6 +38,7 @@ from armature.services import (
     mlflow_server,
     prefect_environment,
     prefect_server,
+    runs_page,
     wait_until_ready,
     worker,
 )
@@ -186,7 +187,7 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
     for pool, count in without_worker(platform.pools).items():
         _say(f"{f'pool {pool}':<16} no worker     its deployments ({count}) cannot run here: armature up --pool {pool}")
     write_private(RECORD, json.dumps(asdict(platform)))
-    _say(f"\n  flows      {platform.prefect}\n  tracking   {platform.mlflow}/#/experiments\n")
+    _say(f"\n  flows      {platform.prefect}\n  tracking   {runs_page(platform.mlflow)}\n")
     _say(f"  The pages of the flows ask for a password: the line in {AUTH_STRING}")
     _say('  eval "$(armature env)" && prefect deployment run train-vlm/colors     armature down  or Ctrl-C ends it')
     return children
@@ -302,6 +303,7 @@ def status() -> int:
     for name, url in (("flows", f"{platform.api_url}/health"), ("tracking", f"{platform.mlflow}/health")):
         _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "
              f"{'answers' if answers(url) else 'does not answer'}")  # fmt: skip
+    _say(f"{'runs':<10} {runs_page(platform.mlflow)}")
     _say(f"{'pools':<10} {', '.join(platform.pools)}   (supervisor: process {supervisor_pid()})")
     return 0
 

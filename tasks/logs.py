@@ -44,5 +44,6 @@ class TerminalFilter(logging.Filter):
         """Return True if the terminal shows the record."""
         if not record.name.startswith(_LOGGERS):
             return True
-        is_link = record.getMessage().startswith("View at ")
-        return record.levelno < logging.ERROR and (self._has_pages or not is_link)
+        text = record.getMessage()
+        is_error = record.levelno >= logging.ERROR or text.startswith("Finished in state Failed")
+        return not is_error and (self._has_pages or not text.startswith("View at "))

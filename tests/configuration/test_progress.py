@@ -34,6 +34,7 @@ def test_piped_training_is_one_line_for_each_step(capsys: pytest.CaptureFixture[
     ("logger", "level", "text", "has_pages", "shown"),
     [
         ("prefect.task_runs", logging.ERROR, "Encountered exception during execution", True, False),
+        ("prefect.flow_runs", logging.INFO, "Finished in state Failed('...')", True, False),
         ("prefect.flow_runs", logging.INFO, "View at http://127.0.0.1:4200/runs/1", False, False),
         ("prefect.flow_runs", logging.INFO, "View at http://127.0.0.1:4200/runs/1", True, True),
         ("prefect.task_runs", logging.WARNING, "Retry 1/1", False, True),

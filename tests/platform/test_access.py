@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -212,6 +213,7 @@ def test_platform_is_found_after_the_clock_changed(up):
     done = up.run("status")
     record.write_text(whole)
     assert done.returncode == 0 and up.prefect in done.stdout, done.stdout + done.stderr
+    assert re.search(r"/#/experiments\S*workflowType=machine_learning", done.stdout)
 
 
 def test_down_stops_the_platform_despite_a_damaged_record(up):
