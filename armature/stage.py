@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,15 @@ from armature.components.artifacts.manifest import open_artifact
 from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, refuse_unknown, run_stage
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Stage
 from armature.components.machine.project import project
+
+METRICS = (
+    *("accuracy", "accuracy_low", "accuracy_high", "reward", "failed", "entropy", "mismatch_kl_max", "best/accuracy"),
+    "tasks/with_signal",
+)
+"""Metrics that `--metrics` writes, which `dvc metrics diff` then shows; the artifact has all."""
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
@@ -35,11 +43,17 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
 
 
 def run_one_stage(
-    name: str, config: Path, inputs: Sequence[str], out: Path | None, overrides: Sequence[str]
+    name: str,
+    config: Path,
+    inputs: Sequence[str],
+    out: Path | None,
+    overrides: Sequence[str],
+    metrics: Path | None = None,
 ) -> Artifact:
     """Run stage `name` with its sections of the recipe file `config`, and return the artifact.
 
     `inputs` are `name=folder` pairs. If `out` is given, hard links to the artifact's files are made in that folder.
+    If `metrics` is given, the artifact's `METRICS` are written to that file.
     """
     recipe = load_recipe(config, overrides)
     stage: Stage = STAGES[name]
@@ -52,4 +66,7 @@ def run_one_stage(
         artifact = run_stage(name, settings, given, machine, again=again, tracked_as=tracked_as, recipe=recipe.name)
     if out is not None:
         link_folder(artifact.path, out)
+    if metrics is not None:
+        values = json.loads((artifact.path / "metrics.json").read_bytes())
+        write_json(metrics, {key: values[key] for key in METRICS if key in values})
     return artifact

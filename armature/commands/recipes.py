@@ -194,6 +194,10 @@ def stage(
         typer.Option("--input", metavar="NAME=FOLDER", help="An input artifact; repeat for each."),
     ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Also link the artifact to this folder.")] = None,  # noqa: UP045
+    metrics: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Also write the important metrics of the artifact to this file."),
+    ] = None,
     set_: Overrides = None,
     machine: MachineOverrides = None,
     force: Force = None,
@@ -204,7 +208,7 @@ def stage(
     """
     from armature.stage import run_one_stage
 
-    artifact = run_one_stage(name, config, input_ or [], out, overrides(set_, machine, force))
+    artifact = run_one_stage(name, config, input_ or [], out, overrides(set_, machine, force), metrics)
     print(f"{artifact.digest}  {out or artifact.path}")
 
 
