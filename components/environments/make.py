@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from armature.components.artifacts.sources import code_digest, named_files
-from armature.components.contracts.episodes import Environment
+from armature.components.contracts.episodes import Environment, Task
+from armature.components.contracts.errors import ArmatureError, ConfigurationError, said
 from armature.components.contracts.machine import available_cpus
 from armature.components.environments import ENVIRONMENTS
+from armature.components.environments.generated import GeneratedEnvironment
 from armature.components.environments.settings import EnvironmentSettings
 
 
@@ -35,6 +38,44 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
         processes=processes or max(1, available_cpus() // 2),
     )
     return environment
+
+
+def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: int) -> None:
+    """Check what can be known of an environment without its data, if its class has a static method `refuse_ahead`.
+
+    Args:
+        settings: the environment's name and arguments.
+        kind_field: field of the tasks by which an evaluation breaks accuracy down; "" for no breakdown.
+        most_images: largest number of images in a prompt that the servers accept.
+
+    Raises:
+        ConfigurationError: a run with these settings would fail.
+    """
+    factory = ENVIRONMENTS[settings.name]
+    if hasattr(factory, "refuse_ahead"):
+        factory.refuse_ahead(factory.Settings.model_validate(settings.args), kind_field, most_images)
+
+
+def first_task(settings: EnvironmentSettings) -> Task | None:
+    """Return the first held-out task of a `GeneratedEnvironment`, or None for other environments, which may take long.
+
+    Raises:
+        ConfigurationError: the environment cannot be made, or raises when it makes the task.
+    """
+    factory = ENVIRONMENTS[settings.name]
+    if not (isinstance(factory, type) and issubclass(factory, GeneratedEnvironment)):
+        return None
+    try:
+        with closing(make_environment(settings, 1)) as environment:
+            return next(iter(environment.tasks("heldout")), None)
+    except ArmatureError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"the first task cannot be made: {said(error)}",
+            code="tasks_not_listed",
+            where=f"environment {settings.name!r}, split 'heldout'",
+        ) from error
 
 
 def environment_sources(settings: EnvironmentSettings) -> dict[str, str]:

@@ -154,6 +154,8 @@ class ModelSections(Sections):
     if TYPE_CHECKING:  # each recipe places these fields among its sections
         model: ModelSettings
         environment: EnvironmentSettings
+        inference: ServerSettings
+        evaluation: EvaluationSettings
 
     @model_validator(mode="before")
     @classmethod
@@ -165,6 +167,21 @@ class ModelSections(Sections):
         args = environment.get("args")
         has_kind = environment.get("name") == "dataset" and isinstance(args, Mapping) and args.get("kind")
         return {**values, "evaluation": {**evaluation, "kind_field": "kind"}} if has_kind else values
+
+    def refuse_ahead(self) -> None:
+        """Check the environment's rewards, the number of its images and `evaluation.kind_field`, before tasks are made.
+
+        Raises:
+            ConfigurationError: a reward cannot be made, a prompt has more than `inference.max_images_per_prompt`
+                images, or the tasks have no field `evaluation.kind_field`.
+        """
+        from armature.components.environments.make import first_task, refuse_ahead
+        from armature.components.evaluation.results import task_kind
+
+        field = self.evaluation.kind_field
+        refuse_ahead(self.environment, field, self.inference.max_images_per_prompt)
+        if field and (task := first_task(self.environment)) is not None:
+            task_kind(task, field)
 
     def settings_for(self, settings: type[SettingsT]) -> SettingsT:
         """Return the settings of a section, see `Sections.settings_for`.

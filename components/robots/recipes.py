@@ -311,6 +311,13 @@ class EvaluateLibero(Sections):
             _refuse_quantization("evaluation", self.evaluation, name, getattr(self, name))
         return self
 
+    def refuse_sources(self) -> None:
+        """Check that each policy has one source, which may also be an alias of MLflow."""
+        from armature.components.robots.policies.source import policy_source
+
+        for policy in filter(None, (self.policy, self.against)):
+            policy_source(policy)
+
     def refuse_ahead(self) -> None:
         """Check that the simulator can play the episodes, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
@@ -319,12 +326,11 @@ class EvaluateLibero(Sections):
 
 
 def _refuse_unnamed(policy: RobotPolicySettings) -> None:
-    from armature.components.machine.project import project_source
     from armature.components.models.source import check_source_name
-    from armature.components.robots.policies.source import POLICY
+    from armature.components.robots.policies.source import POLICY, policy_source
 
-    if source := policy.path or policy.checkpoint_path:
-        check_source_name(project_source(source), policy.revision, POLICY)
+    if source := policy_source(policy):
+        check_source_name(source, policy.revision, POLICY)
 
 
 def _refuse_quantization(

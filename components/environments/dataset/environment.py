@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
-from armature.components.contracts.errors import DataError, RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles
@@ -20,11 +20,15 @@ from armature.components.environments.dataset.select import RowReference, image_
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
 from armature.components.environments.dataset.shards import COPY, Row
 from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
+from armature.components.environments.dataset.template import Place, parse_template
 from armature.components.machine.hub import commit_of
 from armature.components.machine.project import project_folder
 from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.make import Rewards, make_rewards, reward_sources
 from armature.components.rewards.reward import RewardInput
+
+TASK_FIELDS = ("file", "row", "digest")
+"""Fields of a task's payload that refer to its row."""
 
 
 class DatasetEnvironment:
@@ -88,6 +92,31 @@ class DatasetEnvironment:
             return settings
         return settings.model_copy(update={"revision": commit_of(settings.source, settings.revision, "dataset", say)})
 
+    @staticmethod
+    def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int) -> None:
+        """Check rewards, images and `kind_field` without reading the table; see `environments.make.refuse_ahead`.
+
+        Raises:
+            ConfigurationError: a reward cannot be made, or the settings contradict `evaluation` or `inference`.
+        """
+        fields = [*TASK_FIELDS, *(["kind"] if settings.kind else [])]
+        if kind_field and kind_field not in fields:
+            raise ConfigurationError(
+                f"the rows have no field {kind_field!r} to break results down by",
+                code="unknown_kind_field",
+                where="evaluation.kind_field, environment.args.kind",
+                remedy='name a column in environment.args.kind and set evaluation.kind_field = "kind", or set it to ""',
+            )
+        places = parse_template(settings.prompt).parts.count(Place.IMAGE)
+        if places > most_images:
+            raise ConfigurationError(
+                f"the prompt has places for {places} images, but servers accept {most_images} in a prompt",
+                code="too_many_images",
+                where="environment.args.prompt, inference.max_images_per_prompt",
+                remedy=f"set inference.max_images_per_prompt = {places}",
+            )
+        make_rewards(settings.rewards, folder=project_folder()).close()
+
     @property
     def drops(self) -> dict[str, int]:
         """Number of rows that were left out so far, by reason."""
@@ -99,7 +128,7 @@ class DatasetEnvironment:
 
     def tasks(self, split: Split) -> Iterator[Task]:
         for number, each in enumerate(self._selected[split]):
-            payload = {"file": each.shard, "row": each.row, "digest": each.digest}
+            payload = dict(zip(TASK_FIELDS, (each.shard, each.row, each.digest), strict=True))
             kind = {"kind": each.kind} if self.settings.kind else {}
             yield Task(f"{self.name}-{split}-{number:05d}", split, payload | kind)
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from armature.components.contracts.errors import DataError
+from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign, read_bytes
 from armature.components.contracts.metrics import read_finite
+from armature.components.machine.project import project_source
 from armature.components.models.source import CHECKPOINT, CheckpointKind
 from armature.components.robots.policies.settings import RobotPolicySettings
 
@@ -49,6 +50,39 @@ def read_settings(folder: Path) -> RobotPolicySettings | None:
         return None
     with foreign("the settings of the policy cannot be read", where=str(file)):
         return RobotPolicySettings.model_validate_json(read_bytes(file))
+
+
+def policy_source(settings: RobotPolicySettings) -> str:
+    """Return the folder or hub name of the policy's checkpoint; "" for a tiny policy.
+
+    Raises:
+        ConfigurationError: no source or more than one is set, or a tiny policy executes more actions than it predicts.
+    """
+    sources = {"path": settings.path, "checkpoint_path": settings.checkpoint_path}
+    if settings.tiny is None:
+        if source := settings.path or settings.checkpoint_path:
+            return project_source(source)
+        raise ConfigurationError(
+            "the recipe names no policy",
+            code="policy_missing",
+            where="policy",
+            remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
+        )
+    if other := next((name for name, value in sources.items() if value is not None), None):
+        raise ConfigurationError(
+            f"policy.tiny and policy.{other} both name a policy",
+            code="policy_ambiguous",
+            where=f"policy.tiny, policy.{other}",
+            remedy="set only one of them",
+        )
+    if settings.n_action_steps > settings.chunk_size:
+        raise ConfigurationError(
+            f"n_action_steps is {settings.n_action_steps}, but only {settings.chunk_size} actions are predicted",
+            code="chunk_too_short",
+            where="policy.n_action_steps, policy.chunk_size",
+            remedy=f"set policy.n_action_steps = {settings.chunk_size}, or a larger policy.chunk_size",
+        )
+    return ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

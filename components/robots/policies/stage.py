@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.machine.hub import HUB, commit_of
 from armature.components.machine.project import project_source
@@ -24,14 +23,10 @@ def run_policy(
         ConfigurationError: no source or more than one is set, a hub name has no revision, or norm_tag is unknown.
         DataError: the folder or repository does not exist, or a file of the checkpoint is missing or invalid.
     """
+    from armature.components.robots.policies.source import POLICY, policy_source, write_settings
+
+    source = policy_source(settings)
     if settings.tiny is not None:
-        for name in ("checkpoint_path", "path"):
-            if getattr(settings, name) is not None:
-                raise ConfigurationError(
-                    f"policy.tiny and policy.{name} both name a policy",
-                    code="policy_ambiguous",
-                    remedy="set only one of them",
-                )
         from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
         make_tiny_policy(out / "checkpoint", settings)
@@ -39,16 +34,7 @@ def run_policy(
         return StageReport()
     from armature.components.models.source import make_reference
     from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
-    from armature.components.robots.policies.source import POLICY, write_settings
 
-    source = settings.path or settings.checkpoint_path
-    if source is None:
-        raise ConfigurationError(
-            "the recipe names no policy",
-            code="policy_missing",
-            remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
-        )
-    source = project_source(source)
     reference = make_reference(source, settings.revision, POLICY)
     parts = load_parts(source, settings)
     reference.write(out)

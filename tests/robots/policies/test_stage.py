@@ -126,8 +126,9 @@ def test_rejects_changed_weights_of_a_referenced_folder(run: Callable[..., Path]
         ({}, "policy_missing", "policy.checkpoint_path"),
         ({"checkpoint_path": "allenai/MolmoAct2"}, "revision_missing", "'allenai/MolmoAct2'"),
         ({"tiny": TINY, "path": "mine"}, "policy_ambiguous", "policy.path"),
+        ({"tiny": TINY, "chunk_size": 4, "n_action_steps": 5}, "chunk_too_short", "policy.n_action_steps"),
     ],
-    ids=["none", "no revision", "two"],
+    ids=["none", "no revision", "two", "more steps than predicted"],
 )
 def test_rejects_missing_or_ambiguous_policy(
     run: Callable[..., Path], changes: dict[str, Any], code: str, place: str

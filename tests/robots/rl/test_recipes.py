@@ -185,3 +185,27 @@ def test_defaults_of_advantage_and_reward() -> None:
     settings = TrainVLARLSettings.model_validate(sections({"reward": {"name": "progress"}}, {}))
     assert settings.trainer.model_dump()["advantage"] == {"name": "group_mean", "deviation": "sample"}
     assert settings.rollouts.model_dump()["reward"] == {"name": "progress", "weight": 0.5}
+
+
+@pytest.mark.parametrize("recipe", ["train-vla/tiny", "train-vla-rl/tiny", "evaluate/libero"])
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["policy.tiny=", "policy.path=", "policy.checkpoint_path="], "policy_missing"),
+        (["policy.tiny={}", "policy.path=mine"], "policy_ambiguous"),
+        (
+            [
+                "policy.tiny={}",
+                "policy.path=",
+                "policy.checkpoint_path=",
+                "policy.chunk_size=4",
+                "policy.n_action_steps=5",
+            ],
+            "chunk_too_short",
+        ),
+    ],
+)
+def test_contradictory_policy_is_refused_before_a_stage_runs(recipe, overrides, code):
+    values = load_recipe(recipe, overrides).values
+    with refused(code, "policy"):
+        values.refuse_sources()
