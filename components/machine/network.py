@@ -36,7 +36,7 @@ def loopback() -> str:
 
 
 def network(interface: str) -> str:
-    """Return the name of this machine's interface that has the name or the address `interface`.
+    """Find the network interface of this machine whose name or address is `interface`, and return its name.
 
     Raises:
         ConfigurationError: this machine has no such interface.
@@ -61,7 +61,10 @@ def network(interface: str) -> str:
 # --- Detection of broken connections: when a network fails, neither end receives an error ---
 
 SILENCE = 60.0
-"""Seconds without an answer from the kernel of the other end; the length of the requested work does not matter."""
+"""Seconds without an answer from the other machine's kernel, after which a connection counts as broken.
+
+The kernel answers even while its program computes, so a long request does not break the connection.
+"""
 PROBES = 3
 
 

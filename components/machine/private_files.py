@@ -38,7 +38,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def private_database(path: Path) -> Path:
-    """Return the file of an SQLite database with mode 0600; it is created empty if it does not exist.
+    """Set the mode of an SQLite database file to 0600 and return its path. A missing file is created empty.
 
     SQLite gives the files beside a database (-wal, -shm, -journal) the mode of the database. The mode of existing ones
     is changed.

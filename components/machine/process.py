@@ -108,14 +108,14 @@ class Program:
         return self._guard.wait(timeout)
 
     def family(self) -> list[psutil.Process]:
-        """Return the program, as the first one, and all its descendants."""
+        """Return the processes of the program and of all its descendants; the program is the first."""
         try:
             return psutil.Process(self._guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def tail(self, lines: int = 30) -> str:
-        """Return the last lines of the log."""
+        """Return the last `lines` lines of the log file, from its last 64 KiB; "" without a log file."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
@@ -161,7 +161,7 @@ def program(
 
 
 class ForkGuard:
-    """A context for code that may fork: a forked child exits at the end of the block instead of running on."""
+    """A context manager for code that may fork. A forked child process exits at the end of the block, with code 1."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -207,7 +207,10 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], command: list[str]) -> int:
-    """Run `command` until it ends or the lifeline closes. Return the exit code, negative for a signal."""
+    """Run `command` until it ends, the lifeline pipe closes, or this guard process gets a stop signal.
+
+    Return the exit code of `command`; -N if signal N ended it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake, woken = os.pipe()
@@ -275,8 +278,10 @@ def _reap(wanted: int) -> int | None:
 
 
 def _stop_children(grace: float) -> None:
-    """Send SIGTERM to all descendants, and SIGKILL to those that are left after `grace` seconds, until all have
-    ended."""
+    """Stop all descendants of this process and return when they have ended.
+
+    They receive SIGTERM first. Descendants that still run after `grace` seconds receive SIGKILL.
+    """
     me = psutil.Process()
     for process in me.children(recursive=True):
         _signal(process, signal.SIGTERM)

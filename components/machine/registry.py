@@ -42,7 +42,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, str]:
-    """Return the entry points of packages on the import path. Cached, because reading them takes milliseconds."""
+    """Return the entry points in `group` of the packages on the import path, as a dict from name to "module:attribute".
+
+    Cached for each import path, because reading them takes milliseconds.
+    """
     return {point.name: point.value for point in entry_points(group=group)}
 
 

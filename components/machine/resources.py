@@ -30,7 +30,7 @@ def visible_devices(gpus: Sequence[int]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a child program that may use only `gpus`.
 
     Raises:
-        ConfigurationError: CUDA_VISIBLE_DEVICES leaves fewer.
+        ConfigurationError: `gpus` has a number that CUDA_VISIBLE_DEVICES does not leave to this process.
     """
     left = _left()
     if left is None:

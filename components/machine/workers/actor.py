@@ -195,7 +195,10 @@ class WorkerActor:
 
 
 class HostAnswer(ReplyForm):
-    """The answer of a `_Host`: parts and a value, or an error and whether it occurred within the time limit."""
+    """The answer of a `_Host` to one call.
+
+    It holds the streamed parts and the return value, or an error. `in_time` is False if the error is a timeout.
+    """
 
     parts: list[Any] | None = None
     value: Any = None
@@ -295,7 +298,7 @@ def _reach(address: str) -> None:
 
 
 def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
-    """Return how often the resources `wanted` fit on each idle node of the cluster, by node.
+    """Return, for each node of the cluster, how many times the resources `wanted` fit on it while it is idle.
 
     Raises:
         ConfigurationError: the cluster cannot be joined, see `joined`.
@@ -310,13 +313,16 @@ def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
 
 
 def _times(amount: float, whole: float) -> int:
-    """Return how often `amount` fits in `whole`, in Ray's units of 1e-4: 0.2 fits five times in 1."""
+    """Return how many times the resource amount `amount` fits in `whole`.
+
+    Both are rounded to Ray's units of 1e-4, so 0.2 fits five times in 1.
+    """
     return round(whole / LEAST_AMOUNT) // round(amount / LEAST_AMOUNT)
 
 
 @cache
 def installed() -> dict[str, Any]:
-    """Return what results depend on: the digest of this project's code and the version of every package."""
+    """Return the digest of this project's code and the version of every installed package. Results depend on both."""
     components = Path(__file__).parents[2]
     code = {path.relative_to(components).as_posix(): file_digest(path) for path in components.rglob("*.py")}
     return {"code": listing_digest(code), "packages": {each.name.lower(): each.version for each in distributions()}}

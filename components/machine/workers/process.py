@@ -28,7 +28,7 @@ _PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
 
 
 def importable() -> dict[str, str]:
-    """Return the PYTHONPATH with which a child process finds this code in any working folder."""
+    """Return PYTHONPATH as an environment for a child process, which then can import this code from any folder."""
     return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -144,7 +144,10 @@ class WorkerProcess:
         raise IdleWorkerLost(what, where=where)
 
     def _lost(self, error: BaseException, timeout: float, where: str) -> WorkerError | None:
-        """End the process after `error`. Return the error of the worker; None if the worker did not cause `error`."""
+        """End the process after `error`, and return the WorkerError to raise in its place.
+
+        Return None if the worker did not cause `error`, such as a KeyboardInterrupt.
+        """
         running = self._program is not None
         code = self._end(GRACE if isinstance(error, EOFError | ConnectionError) else 0.0)
         match error:
@@ -161,7 +164,10 @@ class WorkerProcess:
         return None
 
     def _end(self, patience: float = 0.0) -> int | None:
-        """End the process, after `patience` seconds in which it may exit by itself. Return its exit code."""
+        """End the process and return its exit code; None if no process runs.
+
+        The process first has `patience` seconds to exit by itself.
+        """
         program, self._program, self.pid = self._program, None, None
         if program is None:
             return None

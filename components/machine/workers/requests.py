@@ -50,12 +50,15 @@ class HandlerFailed(Exception):
 
 
 def new_number() -> int:
-    """Return a new request number. Numbers rise, and random lower bits prevent an answer before the request arrives."""
+    """Return a new request number, larger than all earlier ones.
+
+    Its lower bits are random, so a worker cannot answer a request that it has not received.
+    """
     return next(_counter) << _RANDOM_BITS | _random.getrandbits(_RANDOM_BITS)
 
 
 class Requests:
-    """The requests to one worker, one at a time."""
+    """The caller's end of the channel to one worker. It sends one request at a time."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._channel = Channel(stream)
