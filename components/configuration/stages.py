@@ -62,8 +62,8 @@ TRAINING, ROLLOUTS = "Training", "rollouts"
 class ProgressLines:
     """Turns progress into lines, for output that is not a terminal.
 
-    Each training step is a line. Any other bar is a line every `SECONDS` and when it is done. The rollouts of a
-    training step have no line when they are done, because the line of their step follows.
+    Each training step is a line. Any other bar is a line at its beginning, every `SECONDS`, and at its end unless it is
+    part of a training, whose next line follows. Rollouts have none at their beginning.
     """
 
     SECONDS = 15.0
@@ -74,12 +74,15 @@ class ProgressLines:
     def line(self, name: str, done: int, total: int, postfix: Mapping[str, float]) -> str | None:
         """Return the line for this progress, or None if it needs no line."""
         now, ended = time.monotonic(), done >= total
+        begins = done == 0 and name not in self._shown_at and name != ROLLOUTS
         late = now - self._shown_at.setdefault(name, now) > self.SECONDS
-        if name != TRAINING and not late and not (ended and TRAINING not in self._shown_at):
-            return None
-        self._shown_at[name] = now
+        shown = name == TRAINING or begins or late or (ended and TRAINING not in self._shown_at)
+        if shown:
+            self._shown_at[name] = now
         if ended:
             del self._shown_at[name]
+        if not shown:
+            return None
         return " ".join([f"{name} {done}/{total}", *(f"{key}={value:.4g}" for key, value in postfix.items())])
 
 

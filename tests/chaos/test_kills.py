@@ -76,7 +76,7 @@ class Run:
             return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
 
     def evaluations_begun(self) -> int:
-        return self.log.read_text(errors="replace").count(f"| 0/{HELDOUT} ")
+        return self.log.read_text(errors="replace").count(f"evaluation 0/{HELDOUT}")
 
     def evaluated(self) -> list[int]:
         """Return the steps after which the held-out set was played."""

@@ -16,6 +16,8 @@ def test_piped_training_is_one_line_for_each_step(capsys: pytest.CaptureFixture[
     for step in (1, 2):
         for done in (1, 4):
             events.progress("rollouts", done, 4, rew=0.5)
+        for done in (0, 3, 5):
+            events.progress("evaluation", done, 5)
         events.progress("Training", step, 2, rew=step / 4)
     for done in (1, 4):
         events.progress("rollouts", done, 4, rew=0.75)
@@ -24,7 +26,9 @@ def test_piped_training_is_one_line_for_each_step(capsys: pytest.CaptureFixture[
     assert "\r" not in printed.out + printed.err
     assert printed.out.splitlines() == [
         "Training 0/2",
+        "evaluation 0/5",
         "Training 1/2 rew=0.25",
+        "evaluation 0/5",
         "Training 2/2 rew=0.5",
         "rollouts 4/4 rew=0.75",
     ]
