@@ -190,7 +190,7 @@ def test_steps_are_on_policy_and_weights_reach_sampler(
     assert "nothing could be learned" not in printed.out
     for line in ("Loading environment: colors", "Server is up!", "Starting training...", "Step 1/3: loss="):
         assert line in printed.out
-    assert all(f"{key}=" in printed.err for key in ("loss", "ir", "ent", "kl", "rew"))
+    assert all(f"{key}=" in printed.out for key in ("loss", "ir", "ent", "kl", "rew"))
     assert (tmp_path / "final" / "config.json").exists()
 
 
