@@ -153,10 +153,14 @@ class WeightsAndBiases:
 
         run.folder.mkdir(parents=True, exist_ok=True)
         project = os.environ.get("WANDB_PROJECT", run.project)
-        own = {"name": run.name, "id": run_id, "dir": run.folder, "config": dict(run.settings)}
+        own: dict[str, Any] = {"name": run.name, "id": run_id, "dir": run.folder, "config": dict(run.settings)}
         # Without a limit, finish() waits for an unreachable server for days. An offline run of a killed process lacks
         # what was not flushed.
-        limits = {"finish_timeout": 300.0, "finish_timeout_raises": True, "x_transaction_log_flush_interval": 1.0}
+        limits: dict[str, Any] = {
+            "finish_timeout": 300.0,
+            "finish_timeout_raises": True,
+            "x_transaction_log_flush_interval": 1.0,
+        }
         settings = wandb.Settings(silent=True, console="off", **limits)
         self._run = wandb.init(project=project, resume="allow", reinit="create_new", settings=settings, **own)
         self.sent = sent if self._run.offline else self._run.starting_step - 1
