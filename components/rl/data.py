@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,3 +209,55 @@ def _explained() -> Iterator[None]:
         raise ConfigurationError(
             explain(error, "", _RowSettings), code=code_of(error), where="MultimodalGRPOTrainer"
         ) from error
+
+
+def program_data(
+    train: Any, heldout: Any, heldout_fraction: float, rewards: Any, weights: Any, prompt: str
+) -> ProgramData | None:
+    """Return the data in the arguments of `MultimodalGRPOTrainer`; None without a dataset.
+
+    Raises:
+        ConfigurationError: there are rewards, held-out rows or a prompt without a dataset; see also `ProgramData`.
+    """
+    if train is not None:
+        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
+        weights = [1.0] * len(rewards) if weights is None else weights
+        weights = list(weights) if isinstance(weights, Iterable) else [weights]
+        return ProgramData(train, heldout, heldout_fraction, rewards, weights, prompt)
+    if rewards or weights or heldout is not None or heldout_fraction or prompt:
+        raise ConfigurationError(
+            "rewards, a prompt and held-out rows need a dataset; an environment brings its own",
+            code="dataset_missing",
+            where="MultimodalGRPOTrainer",
+            remedy="pass train_dataset, or leave out reward_funcs, reward_weights, eval_dataset, eval_fraction and "
+            "prompt",
+        )
+    return None
+
+
+def refuse_other_data(folder: Path, digest: str) -> None:
+    """Check that the training in `folder` resumes with the rows and rewards that it had, and record their digest.
+
+    Raises:
+        ConfigurationError: the folder has checkpoints of a training with other rows or rewards.
+    """
+    record = folder / "data" / "digest"
+    resumes = any((folder / "checkpoints").glob("[!.]*"))
+    if resumes and record.exists() and record.read_text() != digest:
+        raise ConfigurationError(
+            "the folder has a training with other rows, rewards or weights of rewards",
+            code="resumes_other_data",
+            where=str(folder),
+            remedy="set another output_dir or run_name in config, or delete the folder",
+        )
+    record.write_text(digest)
+
+
+def tasks_twice(other: str) -> ConfigurationError:
+    """Return the error for tasks from a dataset and from another source."""
+    return ConfigurationError(
+        f"tasks come from train_dataset and from {other}",
+        code="tasks_twice",
+        where="MultimodalGRPOTrainer",
+        remedy="leave one of them out",
+    )

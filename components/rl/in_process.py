@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import not_sent
@@ -29,6 +30,28 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.packing import MicroBatch
 from armature.components.vlm.publish import Publisher
 from armature.components.vlm.worker import Loader, TokenWorker
+
+
+def check_model(model: Any, processor: Any) -> None:
+    """Check that `model` is a transformers model with its processor, or a text that names one.
+
+    Raises:
+        ConfigurationError: it has another type, or a model comes without its processor.
+    """
+    if not isinstance(model, nn.Module | str | Path):
+        raise ConfigurationError(
+            f"model is {type(model).__name__}",
+            code="model_wrong_type",
+            where="MultimodalGRPOTrainer",
+            remedy="pass a transformers model, a folder, or a name on the hub",
+        )
+    if isinstance(model, nn.Module) and processor is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} comes without its processor",
+            code="processor_missing",
+            where="MultimodalGRPOTrainer",
+            remedy="pass AutoProcessor.from_pretrained(...) as tokenizer",
+        )
 
 
 class InProcessTrainer(TrainerClient):

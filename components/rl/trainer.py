@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,9 +44,9 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, locate
 from armature.components.rl.callbacks import TrainerEvents, TrainingResult
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.data import ProgramData, WrittenData
+from armature.components.rl.data import WrittenData, program_data, refuse_other_data, tasks_twice
 from armature.components.rl.evaluations import HeldoutSet
-from armature.components.rl.in_process import InProcessTrainer, UserAdapter
+from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model
 from armature.components.rl.open import open_parts
 from armature.components.rl.run import RunParts
 from armature.components.rollouts.table import read_rollouts
@@ -138,35 +138,10 @@ class MultimodalGRPOTrainer:
         callbacks: Any = (),
         report_to: str | Sequence[str] | None = (),
     ) -> None:
-        self._data: ProgramData | None = None
-        if not isinstance(model, nn.Module | str | Path):
-            raise ConfigurationError(
-                f"model is {type(model).__name__}",
-                code="model_wrong_type",
-                where="MultimodalGRPOTrainer",
-                remedy="pass a transformers model, a folder, or a name on the hub",
-            )
-        if isinstance(model, nn.Module) and tokenizer is None:
-            raise ConfigurationError(
-                f"{type(model).__name__} comes without its processor",
-                code="processor_missing",
-                where="MultimodalGRPOTrainer",
-                remedy="pass AutoProcessor.from_pretrained(...) as tokenizer",
-            )
-        if train_dataset is not None:
-            rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-            weights = [1.0] * len(rewards) if reward_weights is None else reward_weights
-            weights = list(weights) if isinstance(weights, Iterable) else [weights]
-            self._data = ProgramData(train_dataset, eval_dataset, eval_fraction, rewards, weights, prompt)
+        check_model(model, tokenizer)
+        self._data = program_data(train_dataset, eval_dataset, eval_fraction, reward_funcs, reward_weights, prompt)
+        if self._data is not None:
             config = config or MultimodalRLConfig()
-        elif reward_funcs or reward_weights or eval_dataset is not None or eval_fraction or prompt:
-            raise ConfigurationError(
-                "rewards, a prompt and held-out rows need a dataset; an environment brings its own",
-                code="dataset_missing",
-                where="MultimodalGRPOTrainer",
-                remedy="pass train_dataset, or leave out reward_funcs, reward_weights, eval_dataset, eval_fraction and "
-                "prompt",
-            )
         if not isinstance(config, MultimodalRLConfig):
             raise ConfigurationError(
                 f"MultimodalGRPOTrainer needs a MultimodalRLConfig as config, not {type(config).__name__}",
@@ -174,7 +149,7 @@ class MultimodalGRPOTrainer:
                 remedy="pass config=MultimodalRLConfig(...)",
             )
         if self._data and config.env_id:
-            raise _tasks_twice("config.env_id")
+            raise tasks_twice("config.env_id")
         if config.packing and not isinstance(adapter, FamilyAdapter | None):
             raise ConfigurationError(
                 f"{type(adapter).__name__} builds complete batches, whose rows cannot be packed",
@@ -301,7 +276,7 @@ class MultimodalGRPOTrainer:
             ConfigurationError: the tasks come from `train_dataset`.
         """
         if self._data:
-            raise _tasks_twice("set_environment")
+            raise tasks_twice("set_environment")
         if not isinstance(environment, str):
             self.environment, self._examined, kind = environment, environment, type(environment)
             self._played: Any = f"{kind.__module__}.{kind.__qualname__}"
@@ -334,7 +309,8 @@ class MultimodalGRPOTrainer:
         if (heldout := config.heldout_set()) is not None:
             played.append(heldout.model_dump(mode="json", exclude={"patience"}))
         self._key = document_digest(played)[:20]
-        self._check_resumed()
+        if self._data is not None:
+            refuse_other_data(config.folder, document_digest(self._played))
         if self._server == "auto":
             self._start_server(opened.weights)
         assert self.environment is not None
@@ -424,26 +400,6 @@ class MultimodalGRPOTrainer:
                     "no environment is set", code="environment_missing", remedy="call set_environment, or set env_id"
                 )
             self.set_environment(config.env_id, **config.env_args)
-
-    def _check_resumed(self) -> None:
-        """Check that a training with a dataset resumes with the rows and rewards that it had.
-
-        Raises:
-            ConfigurationError: the folder has checkpoints of a training with other rows or rewards.
-        """
-        if self._data is None:
-            return
-        folder, digest = self.config.folder, document_digest(self._played)
-        record = folder / "data" / "digest"
-        resumes = any((folder / "checkpoints").glob("[!.]*"))
-        if resumes and record.exists() and record.read_text() != digest:
-            raise ConfigurationError(
-                "the folder has a training with other rows, rewards or weights of rewards",
-                code="resumes_other_data",
-                where=str(folder),
-                remedy="set another output_dir or run_name in config, or delete the folder",
-            )
-        record.write_text(digest)
 
     @cached_property
     def _rows(self) -> WrittenData | None:
@@ -538,12 +494,3 @@ class MultimodalGRPOTrainer:
             )
         turns = tuple(replace(turn, reward=turn.reward_parts.get(key, 0.0)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns)
-
-
-def _tasks_twice(other: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"tasks come from train_dataset and from {other}",
-        code="tasks_twice",
-        where="MultimodalGRPOTrainer",
-        remedy="leave one of them out",
-    )
