@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 
@@ -9,6 +10,7 @@ from armature.components.artifacts.sources import code_digest, named_files
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, said
 from armature.components.contracts.machine import available_cpus
+from armature.components.contracts.value_text import value_text
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.generated import GeneratedEnvironment
 from armature.components.environments.settings import EnvironmentSettings
@@ -117,3 +119,22 @@ def evaluated_sources(settings: EnvironmentSettings) -> dict[str, str]:
     `evaluation/`."""
     played = environment_sources(settings.for_evaluation()).items()
     return environment_sources(settings) | {f"evaluation/{name}": digest for name, digest in played}
+
+
+def task_kind(task: Task, field: str) -> str:
+    """Return the kind of a task as text: the value of `field` in its payload, or "all" if `field` is empty.
+
+    Raises:
+        ConfigurationError: the payload has no such field.
+    """
+    if not field:
+        return "all"
+    if field not in task.payload:
+        raise ConfigurationError(
+            f"the tasks have no field {field!r} to break results down by",
+            code="unknown_kind_field",
+            where=f"evaluation.kind_field, task {task.task_id}",
+            remedy=f"choose one of {', '.join(sorted(task.payload))}, or leave it empty",
+        )
+    value = task.payload[field]
+    return json.dumps(value) if value is None or isinstance(value, list | dict) else value_text(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ import pyarrow as pa
 
 from armature.components.artifacts.tables import TableSchema, write_table
 from armature.components.contracts.episodes import Task
-from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.contracts.errors import ServerError
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from armature.components.contracts.value_text import value_text
+from armature.components.environments.make import task_kind
 from armature.components.environments.stage import load_tasks
 from armature.components.evaluation.settings import EvaluationSettings
 from armature.components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
@@ -97,22 +96,6 @@ def collect_results(
     finished = [_finished(each, *labels[each.task_id], success_reward) for each in outputs.trajectories]
     failed = [_failed(each, *labels[each.task_id]) for each in outputs.failures]
     return sorted(finished + failed, key=lambda result: result.trajectory_id)
-
-
-def task_kind(task: Task, field: str) -> str:
-    """Return the kind of a task, which is the value of `field` in its payload, as text. It is "all" if `field` is
-    empty. Raise ConfigurationError if the payload has no such field."""
-    if not field:
-        return "all"
-    if field not in task.payload:
-        raise ConfigurationError(
-            f"the tasks have no field {field!r} to break results down by",
-            code="unknown_kind_field",
-            where=f"evaluation.kind_field, task {task.task_id}",
-            remedy=f"choose one of {', '.join(sorted(task.payload))}, or leave it empty",
-        )
-    value = task.payload[field]
-    return json.dumps(value) if value is None or isinstance(value, list | dict) else value_text(value)
 
 
 def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: float) -> EpisodeResult:

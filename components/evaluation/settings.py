@@ -175,8 +175,7 @@ class ModelSections(Sections):
             ConfigurationError: a reward cannot be made, a prompt has more than `inference.max_images_per_prompt`
                 images, or the tasks have no field `evaluation.kind_field`.
         """
-        from armature.components.environments.make import first_task, refuse_ahead
-        from armature.components.evaluation.results import task_kind
+        from armature.components.environments.make import first_task, refuse_ahead, task_kind
 
         field = self.evaluation.kind_field
         refuse_ahead(self.environment, field, self.inference.max_images_per_prompt)

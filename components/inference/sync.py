@@ -275,7 +275,7 @@ class ServedWeights:
             replica.passed_check = number
 
     async def _updated(self, replica: Replica, weights_id: str, answered: str) -> bool:
-        """Return True if the id changed during a request only because this pool updated the weights meanwhile."""
+        """Return True if the id of a server's weights changed during a request only because this pool updated them."""
         if not self.in_flight_updates:
             return False
         async with self.changing:

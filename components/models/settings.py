@@ -60,8 +60,9 @@ class ModelSettings(Settings):
     """Attention kernels. auto selects kernels of torch that suit model and device; the others are names of
     transformers."""
     image_attention: ImageAttention | None = None
-    """Attention among the tokens of an image, for families that support both kinds (Gemma3, Molmo2). It is written into
-    a tiny checkpoint; other checkpoints must have the same. Leave it out to follow the checkpoint."""
+    """Attention among the tokens of an image, causal or in both directions, for families that support both (Gemma3,
+    Molmo2). It is written into a tiny checkpoint; another checkpoint must have the same attention. Leave it out to
+    follow the checkpoint."""
     trust_remote_code: bool = False
     """Run Python code from the checkpoint; a hub name then needs a full commit hash."""
     freeze: tuple[Component, ...] = ()

@@ -81,7 +81,7 @@ class Assumptions(Settings):
     memory_share: PositiveFloat = 0.7
     """assumed: share of the memory bandwidth when weights are read"""
     network_share: PositiveFloat = 0.7
-    """assumed: share of NVLink's and the network's bandwidth in collectives"""
+    """assumed: share of the bandwidth of NVLink and of the network that collectives reach"""
     pass_seconds: NonNegativeFloat = 0.003
     """assumed: seconds of a server's forward pass besides the GPU's"""
     hop_seconds: NonNegativeFloat = 5e-6

@@ -276,8 +276,8 @@ def micro_batches(
     """Plan padded micro-batches for the samples at the positions `rows`, longest samples first.
 
     In each micro-batch, the number of rows times the length of the longest one is at most `max_tokens`. Lengths include
-    image tokens, which the server expanded. A sample longer than `max_tokens` is alone. For several `ranks`, which all
-    get equally many micro-batches, their sizes are as even as their number allows.
+    image tokens, which the server expanded. A sample longer than `max_tokens` is alone. Several `ranks` get equally
+    many micro-batches, and samples are spread over these as evenly as possible.
     """
     lengths = {row: len(samples[row].input_ids) for row in rows}
     order = sorted(rows, key=lambda row: (-lengths[row], row))

@@ -348,7 +348,7 @@ def test_start_server_takes_settings_from_file(tiny: Tiny, tmp_path: Path) -> No
     assert pool.settings.dtype == "bfloat16"
 
 
-def test_rejects_missing_config_or_environment_or_part(
+def test_rejects_missing_config_environment_or_reward_part(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
 ) -> None:
     with refused("config_missing"):

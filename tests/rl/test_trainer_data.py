@@ -362,7 +362,7 @@ async def later(completion: str, answer: str) -> bool:
     return completion == answer
 
 
-def test_signatures_are_told_apart_by_their_arguments() -> None:
+def test_kind_of_reward_function_is_recognized_by_its_arguments() -> None:
     columns = ["answer", "prompt", "size"]
     assert grade(CallableReward(later), answer="red") == {"later": 1.0}
 

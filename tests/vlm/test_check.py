@@ -116,7 +116,7 @@ def test_estimate_counts_adapter_parameters(tiny, lora, freeze):
     assert estimate_memory(tiny.folder, settings, trainer_settings(), "float32").trainable == made
 
 
-def test_estimate_beside_server_on_same_gpu(tiny):
+def test_memory_estimate_names_the_server_on_the_same_gpu(tiny):
     estimate = estimate_memory(tiny.folder, model_settings(), trainer_settings(), "float32")
     needed = estimate.trainer
     assert "0.00 GiB are left" in estimate.beside_server(0.5, 2 * GIB, GIB + needed)

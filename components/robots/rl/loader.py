@@ -84,7 +84,7 @@ class ActionChunkBatch:
 
     @property
     def rows(self) -> Tensor:
-        """Index of the chunk that each counted number belongs to, (N,) int64."""
+        """For each number of an action that counts in the loss, the index of its chunk in the batch, (N,) int64."""
         return self.counted.nonzero()[:, 0] if self.drawn is not None else self.batch.example_ids[self.counted]
 
 

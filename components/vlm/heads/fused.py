@@ -44,9 +44,10 @@ KEPT_ROWS = 16
 class FusedHead(LinearHead):
     """Backend for CUDA devices in bf16, fp16 and fp32, or interpreted on a CPU (TRITON_INTERPRET=1) in fp32.
 
-    The backward pass computes the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
-    the matrix products. cuBLAS multiplies it with the hidden states and the weight. If that block is the whole
-    vocabulary, the forward pass keeps exp(z - m), from which the gradient is computed, so logits are computed once.
+    The backward pass works on blocks of logits, with as many numbers as the logits of `chunk_tokens` tokens have. For
+    each block it computes the gradient in the dtype of the matrix products, and cuBLAS multiplies the gradient with the
+    hidden states and with the weight. If one block can hold the whole vocabulary, the forward pass keeps exp(z - m), so
+    that the backward pass does not compute logits again.
     """
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:

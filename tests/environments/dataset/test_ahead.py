@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_valid_recipe_is_accepted_without_its_table(folder: Path) -> None:
+def test_recipe_is_checked_without_opening_its_data(folder: Path) -> None:
     refuse_ahead(folder)
     refuse_ahead(folder, "evaluation.kind_field=row", "inference.max_images_per_prompt=2")
 

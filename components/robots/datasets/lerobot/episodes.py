@@ -314,9 +314,10 @@ def _header(record: np.dtype[Any], count: int) -> bytes:
 
 
 def _begins(block: Array, start: Array, begins: dict[tuple[int, int], int]) -> Array:
-    """Return, for each episode of a block, the first frame of the data file that contains it, (episodes,).
+    """Return, for each episode of a block, the number of the first frame in the episode's data file, (episodes,).
 
-    `begins` is updated with the first frame of each file, because a file may continue in the next block.
+    `begins` has the number of the first frame by file. Files that are new in this block are added, because a file may
+    have episodes of the next block too.
     """
     changes = np.flatnonzero((np.diff(block["chunk"]) != 0) | (np.diff(block["file"]) != 0)) + 1
     firsts = np.concatenate([[0], changes]) if len(block) else np.zeros(0, np.int64)

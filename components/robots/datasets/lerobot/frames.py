@@ -21,7 +21,7 @@ from armature.components.robots.datasets.lerobot.video import VideoReaders
 from armature.components.robots.datasets.quantiles import Array
 
 SMALL = 1 << 30
-"""Maximum size in bytes of a dataset's decoded frames for which its videos are decoded only once, into the cache."""
+"""If a dataset's decoded frames take at most this many bytes, its videos are decoded once and kept in the cache."""
 FORMAT = 2
 """Version of the cache files' format. Increase it when the same dataset file would give another cache file, or when a
 new check is added: cached files are not checked again."""

@@ -152,7 +152,7 @@ def test_quantiles_of_other_dimensions_are_not_widened() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(20, 400), st.integers(1, 20), st.floats(-10, 10), st.floats(-10, 10))
-def test_dimension_of_two_values_round_trips_or_is_rejected(frames: int, count: int, rest: float, other: float) -> None:
+def test_binary_dimension_is_restored_exactly_or_rejected(frames: int, count: int, rest: float, other: float) -> None:
     """Two values in any proportion: with widened statistics both round-trip; others are rejected if they do not."""
     values = np.full((frames, 1), rest, np.float32)
     values[:count] = other

@@ -135,7 +135,7 @@ class ContextIndex:
     valid: Tensor
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Gather tokens (..., B, L, D) to (..., E, S, D)."""
+        """Collect the context of each of E examples, (..., E, S, D), from B rows of L tokens, (..., B, L, D)."""
         gathered = tokens.flatten(-3, -2).index_select(-2, self.index.flatten())
         return gathered.unflatten(-2, self.index.shape)
 
