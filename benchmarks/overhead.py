@@ -39,6 +39,9 @@ class Sleeping:
     def evaluate(self, step: int) -> bool:
         return False
 
+    def stopped(self) -> bool:
+        return False
+
     def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
 

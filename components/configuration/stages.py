@@ -100,7 +100,7 @@ class TerminalEvents:
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
         if self._lines is not None:
             if (line := self._lines.line(name, done, total, postfix)) is not None:
-                self.message(line)
+                tqdm.write(line, file=sys.stderr)
             return
         if name not in self._bars:
             stays = name != ROLLOUTS and not self._bars

@@ -24,7 +24,7 @@ def test_piped_training_is_one_line_for_each_step(capsys: pytest.CaptureFixture[
     events.close()
     printed = capsys.readouterr()
     assert "\r" not in printed.out + printed.err
-    assert printed.out.splitlines() == [
+    assert printed.err.splitlines() == [
         "Training 0/2",
         "evaluation 0/5",
         "Training 1/2 rew=0.25",
