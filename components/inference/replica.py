@@ -52,7 +52,7 @@ class Replica:
     answer_checks: int = 0
     """Number of times that the server's weights were checked after an answer; see `ServedWeights.check_answer`."""
     passed_check: int = 0
-    """Value of `answer_checks` at the last of these checks that the server passed."""
+    """Number of the last check of answers that the server passed, counted by `answer_checks`."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -138,8 +138,8 @@ class Evaluations(ABC):
         """Check that the weights of the best evaluation are still on the disk.
 
         Args:
-            done: the step that the trainer has reached. Later evaluations are skipped, since their weights will be
-                made again.
+            done: the last step that the trainer has completed. Evaluations of later steps are not checked, because the
+                training repeats these steps and writes their weights again.
 
         Raises:
             DataError: the weights are missing, and the trainer is past the step that made them.

@@ -159,7 +159,7 @@ def test_relative_table_names(named, monkeypatch):
 
 
 @pytest.mark.parametrize("named", ["[v]", "a:b", "file:", "~", EVERY_CHARACTER], indirect=True)
-def test_robot_dataset_in_a_folder_of_any_name(named, monkeypatch):
+def test_robot_dataset_is_read_from_a_folder_of_any_name(named, monkeypatch):
     monkeypatch.chdir(named.parent)
     root, camera = Path(named.name, "dataset"), "observation.images.camera"
     features = {

@@ -79,7 +79,7 @@ def test_server_that_is_never_ready_is_stopped(tmp_path, checkpoint, monkeypatch
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_used_port_names_its_owner(tmp_path, checkpoint):
+def test_error_for_a_used_port_names_its_owner(tmp_path, checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

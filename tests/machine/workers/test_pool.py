@@ -107,7 +107,7 @@ def test_new_thread_takes_the_key_with_most_waiting() -> None:
     assert queue.take("b") is None
 
 
-def test_thread_with_a_key_stays_at_it() -> None:
+def test_calls_with_the_same_key_go_to_the_same_worker() -> None:
     queue = StickyQueue(JOBS, key, held=["a", "a"])
     assert queue.take("a") == ("a", 0)
     assert queue.take(None) == ("b", 0)  # three wait for two at a, four for nobody at b
