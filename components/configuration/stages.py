@@ -74,7 +74,7 @@ class ProgressLines:
     def line(self, name: str, done: int, total: int, postfix: Mapping[str, float]) -> str | None:
         """Return the line for this progress, or None if it needs no line."""
         now, ended = time.monotonic(), done >= total
-        begins = done == 0 and name not in self._shown_at and name != ROLLOUTS
+        begins = name not in self._shown_at and not ended and name != ROLLOUTS
         late = now - self._shown_at.setdefault(name, now) > self.SECONDS
         shown = name == TRAINING or begins or late or (ended and TRAINING not in self._shown_at)
         if shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ class Run:
             return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
 
     def evaluations_begun(self) -> int:
-        return self.log.read_text(errors="replace").count(f"evaluation 0/{HELDOUT}")
+        return len(re.findall(rf"^evaluation \d+/{HELDOUT}", self.log.read_text(errors="replace"), re.MULTILINE))
 
     def evaluated(self) -> list[int]:
         """Return the steps after which the held-out set was played."""
