@@ -115,7 +115,7 @@ class Export:
 def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
     """Find the checkpoint called `source`, choose the layout of its export, and read the record of its training.
 
-    The arguments are those of `export`.
+    The function `export` describes the arguments.
 
     Raises:
         ConfigurationError: `adapter` is set, and the checkpoint has no adapter that stands on a public base.

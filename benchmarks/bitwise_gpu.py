@@ -206,8 +206,7 @@ def decoded(q: Tensor, k: Tensor, v: Tensor, count: int, splits: int) -> Tensor:
 
 
 def serve(folder: Path, sizes: Sizes, name: str) -> Iterator[dict[str, Any]]:
-    """Sample answers with the server `name` in this process. Then compare the server's log-probs with those of repeated
-    runs on the same server."""
+    """Sample answers with the server `name` in this process, and compare the log-probs of repeated runs on it."""
     how = SERVERS[name]
     began = time.perf_counter()
     llm = engine(folder / "base", how)

@@ -133,7 +133,7 @@ def _drawing(side: int, scene: str) -> Row:
 
 
 def _processes() -> Row:
-    """Compare the simulator steps per second of two processes with those of one process."""
+    """Compare two simulator processes with one process, in steps per second."""
     task = suite_tasks("libero_spatial")[0]
     still = np.tile(np.float32([0, 0, 0, 0, 0, 0, -1]), (STEPPED, 1))
     with (

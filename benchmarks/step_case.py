@@ -256,8 +256,9 @@ def make_model(folder: Path, attention: str, device: str, small: bool, size: str
 
 
 def needed_flops(case: Case, shared: bool = True) -> float:
-    """Return the number of operations that one update needs, forward and backward, without recomputation: 6 per weight
-    and token, and those of attention.
+    """Return the number of operations that one update needs, forward and backward, without recomputation.
+
+    These are 6 operations for each weight and token, and the operations of attention.
 
     `shared`: a prompt and its images count once, as often as there are different ones.
     """

@@ -234,7 +234,7 @@ def interop_pins(folder: Path) -> Path:
 def find_python(version: str) -> str:
     """Return a Python interpreter of the version, such as "3.12", from the PATH or from pyenv.
 
-    If there is none, return the version itself; uv then downloads an interpreter.
+    Without such an interpreter return the version, for which uv downloads one.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [sys.executable, f"python{version}", *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]

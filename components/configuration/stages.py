@@ -22,7 +22,16 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.metrics import write_json
-from armature.components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from armature.components.contracts.stages import (
+    ROLLOUTS,
+    TRAINING,
+    Artifact,
+    Events,
+    ResultT,
+    Stage,
+    StageContext,
+    Units,
+)
 from armature.components.machine.project import project_folder
 from armature.components.machine.registry import Registry, suggestion
 from armature.components.machine.workers.worker import workers_on
@@ -55,10 +64,6 @@ Viewers read it, also while the stage runs.
 """
 
 
-TRAINING, ROLLOUTS = "Training", "rollouts"
-"""Names of the progress of a training's steps and of the episodes of one step."""
-
-
 class ProgressLines:
     """Turns progress into lines, for output that is not a terminal.
 
@@ -89,8 +94,8 @@ class ProgressLines:
 class TerminalEvents:
     """Events that appear as a progress bar and lines on the terminal.
 
-    One bar stays, that of the training or of a stage without one. Bars of rollouts disappear when they are full. If the
-    standard error is not a terminal, there are lines instead of bars.
+    One bar stays: the bar of the training, or of a stage that does not train. Bars of rollouts disappear when they are
+    full. If the standard error is not a terminal, there are lines instead of bars.
     """
 
     def __init__(self) -> None:

@@ -115,7 +115,7 @@ def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any])
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the table called `name`, or an empty table if there is none."""
+    """Return the table called `name`, or an empty table if `values` has no such table."""
     table = values.get(name)
     return table if isinstance(table, Mapping) else {}
 

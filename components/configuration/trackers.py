@@ -30,7 +30,7 @@ from armature.components.contracts.errors import ConfigurationError, blanked
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.installation import install_command
 from armature.components.contracts.metrics import dump_json
-from armature.components.contracts.stages import Artifact, Events
+from armature.components.contracts.stages import TRAINING, Artifact, Events
 from armature.components.machine.registry import suggestion
 
 STATE = "trackers.json"
@@ -276,7 +276,7 @@ class TrackedEvents:
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
         self._events.progress(name, done, total, **postfix)
-        if name == "Training":
+        if name == TRAINING:
             self._last = total
 
     def message(self, text: str) -> None:
@@ -358,7 +358,7 @@ class TrackedEvents:
     def _folders_of(self, step: int) -> dict[str, Path]:
         """Return the folders with the rollouts to show at this step, by the name of their table.
 
-        The rollouts of evaluations are always shown, and those of training only at the first and the last step.
+        The rollouts of an evaluation are always shown, the rollouts of training at the first and the last step.
         """
         shown = step in (1, self._last)
         return {kind: path for kind, path in self._tables.pop(step, {}).items() if shown or kind != "rollouts"}

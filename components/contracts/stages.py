@@ -26,6 +26,10 @@ class Artifact(BaseModel):
     digest: str
 
 
+TRAINING, ROLLOUTS = "Training", "rollouts"
+"""Names of the progress of a training's steps and of the episodes of one step."""
+
+
 class Events(Protocol):
     """Receiver of a stage's reports while it runs. Reports never change what the stage writes."""
 

@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed, said
+from armature.components.rewards.function import ARGUMENTS, accepted_arguments, parameters_of
 from armature.components.rewards.reward import RewardInput
 from armature.components.rewards.worker import finite_reward
 
@@ -22,8 +23,6 @@ SIGNATURES = (
     "write def reward(completion: str, answer, row: dict) -> float, of which answer and row may be left out, or TRL's "
     "def reward(completions: list, **columns) -> list[float]"
 )
-ONE, LIST = ("completion", "answer", "row"), ("completions", "prompts")
-"""Arguments of the two signatures, besides the columns of rows that the second one receives."""
 
 
 class CallableReward:
@@ -88,11 +87,11 @@ class CallableReward:
                 raise RolloutFailed("reward_timeout", f"no grade within {SECONDS:g} s") from None
             raise RolloutFailed("reward_error", said(error)) from error
         if not self._takes_list:
-            return {self.part: finite_reward(_plain_number(value))}
+            return {self.part: finite_reward(value)}
         if not hasattr(value, "__len__") or not hasattr(value, "__iter__") or len(value) != 1:
             raise RolloutFailed("reward_invalid", f"a list of one number was expected, not {value!r:.80}")
         (only,) = value
-        return {} if only is None else {self.part: finite_reward(_plain_number(only))}
+        return {} if only is None else {self.part: finite_reward(only)}
 
     def close(self) -> None:
         """Do nothing: the function lives as long as this process."""
@@ -119,42 +118,18 @@ def _accepted(function: Callable[..., Any], name: str, columns: Collection[str])
     Raises:
         ConfigurationError: see `CallableReward`.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
+    names = {each.name for each in parameters_of(function, name, SIGNATURES)}
+    takes_list = "completions" in names
+    if takes_list == ("completion" in names):
         raise ConfigurationError(
-            f"{name!r} is not a function: {error}", code="not_a_function", where="reward_funcs", remedy=SIGNATURES
-        ) from error
-    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    if ("completions" in named) == ("completion" in named):
-        raise ConfigurationError(
-            f"{name!r} names {'both' if 'completion' in named else 'neither'} of completion and completions",
+            f"{name!r} names {'both' if takes_list else 'neither'} of completion and completions",
             code="completion_not_taken",
-            where="reward_funcs",
             remedy=SIGNATURES,
         )
-    takes_list = "completions" in named
-    offered = {*LIST, *columns} - {"prompt"} if takes_list else {*ONE}
-    bound = set(function.keywords) if isinstance(function, partial) else set()
-    required = {
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    }
-    if missing := sorted(required - offered):
-        raise ConfigurationError(
-            f"{name!r} requires the argument {missing[0]!r}; there are {', '.join(sorted(offered))}",
-            code="unknown_reward_argument",
-            where="reward_funcs",
-            remedy=SIGNATURES,
-        )
-    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return tuple(sorted((offered if everything else offered & named) - bound)), takes_list
-
-
-def _plain_number(value: Any) -> Any:
-    """Return the number in a tensor or an array without dimensions; other values as they are."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    offered = ["completions", "prompts", *sorted(set(columns) - {"prompt", "prompts", "completions"})]
+    accepted = accepted_arguments(function, name, offered if takes_list else ARGUMENTS, SIGNATURES)
+    bound = function.keywords if isinstance(function, partial) else {}
+    return tuple(each for each in accepted if each not in bound), takes_list
 
 
 def _without_partial(function: Any) -> Any:

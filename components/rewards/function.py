@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
@@ -25,6 +25,8 @@ from armature.components.rewards.reward import IsolatedSettings, Reward, RewardI
 
 ARGUMENTS = ("completion", "answer", "row")
 """Keyword arguments that a reward function can ask for."""
+SIGNATURE = "write def reward(completion: str, answer, row: dict) -> float; answer and row may be left out"
+"""Remedy of errors about the signature of a reward function."""
 
 
 class FunctionSettings(IsolatedSettings):
@@ -63,23 +65,23 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return those names in `ARGUMENTS` that `function` accepts as keyword arguments. `name` is for error messages.
+def accepted_arguments(
+    function: Callable[..., Any], name: str, offered: Sequence[str] = ARGUMENTS, remedy: str = SIGNATURE
+) -> tuple[str, ...]:
+    """Return those names in `offered` that `function` accepts as keyword arguments. It has to accept the first one.
+
+    Args:
+        name: name of the function in errors.
+        remedy: the text of errors that says how the function is written.
 
     Raises:
-        ConfigurationError: `function` is not a function, requires other arguments, or does not accept the completion.
+        ConfigurationError: `function` is not a function, requires other arguments, or does not accept the first name.
 
     Example:
         >>> accepted_arguments(lambda completion, answer: float(answer in completion), "rewards:contains")
         ('completion', 'answer')
     """
-    remedy = "write def reward(completion: str, answer, row: dict) -> float; answer and row may be left out"
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{name!r} is not a function: {error}", code="not_a_function", remedy=remedy
-        ) from error
+    parameters = parameters_of(function, name, remedy)
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     required = [
         each.name
@@ -87,18 +89,32 @@ def accepted_arguments(function: Callable[..., Any], name: str) -> tuple[str, ..
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    accepted = tuple(each for each in ARGUMENTS if each in names or everything)
+    accepted = tuple(each for each in offered if each in names or everything)
     if unknown := [each for each in required if each not in accepted]:
         raise ConfigurationError(
-            f"{name!r} requires the argument {unknown[0]!r}, but a reward is called with {', '.join(ARGUMENTS)} only",
+            f"{name!r} requires the argument {unknown[0]!r}, but a reward is called with {', '.join(offered)} only",
             code="unknown_reward_argument",
             remedy=remedy,
         )
-    if "completion" not in accepted:
+    if offered[0] not in accepted:
         raise ConfigurationError(
-            f"{name!r} has no argument named completion", code="completion_not_taken", remedy=remedy
+            f"{name!r} has no argument named {offered[0]}", code="completion_not_taken", remedy=remedy
         )
     return accepted
+
+
+def parameters_of(function: Callable[..., Any], name: str, remedy: str) -> list[inspect.Parameter]:
+    """Return the parameters of a function. `name` and `remedy` are for the error, as in `accepted_arguments`.
+
+    Raises:
+        ConfigurationError: `function` is not a function.
+    """
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name!r} is not a function: {error}", code="not_a_function", remedy=remedy
+        ) from error
 
 
 # --- A program that reads JSON from its standard input and writes a number to its standard output ---

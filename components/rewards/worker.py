@@ -97,11 +97,15 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def finite_reward(value: object) -> float:
-    """Return the value as a finite float. NumPy numbers and bools count as numbers; a text with a number does not.
+    """Return the value as a finite float.
+
+    Bools, NumPy numbers, and tensors and arrays without dimensions count as numbers; a text with a number does not.
 
     Raises:
         RolloutFailed: `reward_invalid`.
     """
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
     if not isinstance(value, Real | np.bool_):
         shown = f" {value!r:.80}" if isinstance(value, str) else ""
         raise RolloutFailed("reward_invalid", f"a number was expected, not {type(value).__name__}{shown}")

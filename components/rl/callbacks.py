@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from armature.components.configuration.stages import TRAINING, TerminalEvents
+from armature.components.configuration.stages import TerminalEvents
+from armature.components.contracts.stages import TRAINING
 from armature.components.rl.config import MultimodalRLConfig
 
 

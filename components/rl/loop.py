@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from armature.components.contracts.metrics import merged
-from armature.components.contracts.stages import Artifact, Events, Units
+from armature.components.contracts.stages import TRAINING, Artifact, Events, Units
 
 SHOWN = {
     "loss": "loss",
@@ -124,7 +124,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
             begun += 1
             pending.append(units.submit(f"rollouts-{begun:05d}", steps.rollouts, begun))
 
-    events.progress("Training", first - 1, last)
+    events.progress(TRAINING, first - 1, last)
     begin(first + staleness * plan.in_flight_updates)
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
@@ -161,7 +161,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
         # Keep showing the results of the last evaluation until the next one.
         evaluated = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}
         postfix = evaluated | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
-        events.progress("Training", step, last, **postfix)
+        events.progress(TRAINING, step, last, **postfix)
         if ends:
             for future in pending:  # rollouts of steps that are not made because the training ended early
                 future.result()

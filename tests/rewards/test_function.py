@@ -33,6 +33,7 @@ def reward(completion, answer, row):
         case "right": return 1.0 if answer in ACCEPTED and row["kind"] == "test" else 0.25
         case "true": return True
         case "numpy": return np.float32(0.5)
+        case "array": return np.array(0.5)
         case "print":
             print("whatever", flush=True)
             os.write(1, b"more")
@@ -115,7 +116,7 @@ def test_function_beside_recipe_grades_completions(function: Rewards) -> None:
     row = {"kind": "test"}
     assert grade(function, "right", "yes", row) == 1.0
     assert grade(function, "right", "no", row) == 0.25
-    for completion, expected in {"true": 1.0, "numpy": 0.5, "print": 0.5, "threads": 0.5}.items():
+    for completion, expected in {"true": 1.0, "numpy": 0.5, "array": 0.5, "print": 0.5, "threads": 0.5}.items():
         assert grade(function, completion, "yes", row) == expected
 
 

@@ -62,6 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def test_recipe_is_checked_without_opening_its_data(folder: Path) -> None:
     refuse_ahead(folder)
     refuse_ahead(folder, "evaluation.kind_field=row", "inference.max_images_per_prompt=2")
+    assert not (folder / "not-there-yet.jsonl").exists()
 
 
 def rewards(entry: str) -> str:
