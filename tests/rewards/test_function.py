@@ -32,8 +32,7 @@ def reward(completion, answer, row):
     match completion:
         case "right": return 1.0 if answer in ACCEPTED and row["kind"] == "test" else 0.25
         case "true": return True
-        case "numpy": return np.float32(0.5)
-        case "array": return np.array(0.5)
+        case "numpy" | "array": return np.float32(0.5) if completion == "numpy" else np.array(0.5)
         case "print":
             print("whatever", flush=True)
             os.write(1, b"more")
