@@ -62,10 +62,9 @@ def test_page_opens_on_the_training_of_a_newer_evaluation(training: Training) ->
         assert tab.locator("#run optgroup option").count() == 2
         tab.click("[data-tab=rollouts]")
         tab.locator("#list .thumb").nth(1).wait_for()
-        assert tab.locator(".glance img").count() == 1 and tab.locator(".glance dd").last.inner_text() in (
-            "blue",
-            "red",
-        )
+        tab.locator(".glance img").wait_for()
+        assert tab.locator(".glance img").count() == 1
+        assert tab.locator(".glance dd").last.inner_text() in ("blue", "red")
         assert tab.locator(".glance").evaluate("part => part.getBoundingClientRect().bottom") < 720
         assert tab.problems == []
 
