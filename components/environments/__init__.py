@@ -17,6 +17,7 @@ ENVIRONMENTS = Registry(
         "colors": "armature.components.environments.colors:Colors",
         "coordinates": "armature.components.environments.coordinates:Coordinates",
         "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
+        "mixture": "armature.components.environments.mixture:MixtureEnvironment",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",
         "recall": "armature.components.environments.recall:Recall",
         "verifiers": "armature.components.environments.verifiers:VerifiersEnvironment",

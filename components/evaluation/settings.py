@@ -160,13 +160,14 @@ class ModelSections(Sections):
     @model_validator(mode="before")
     @classmethod
     def _break_down_by_kind(cls, values: Any) -> Any:
-        """Set `evaluation.kind_field` for a table with a column `kind`, unless the recipe sets it."""
+        """Set `evaluation.kind_field` for a mixture and for a table with a column `kind`, unless the recipe sets it."""
         environment, evaluation = values.get("environment"), values.get("evaluation")
         if not isinstance(environment, Mapping) or not isinstance(evaluation, Mapping) or "kind_field" in evaluation:
             return values
-        args = environment.get("args")
-        has_kind = environment.get("name") == "dataset" and isinstance(args, Mapping) and args.get("kind")
-        return {**values, "evaluation": {**evaluation, "kind_field": "kind"}} if has_kind else values
+        args, name = environment.get("args"), environment.get("name")
+        has_kind = name == "dataset" and isinstance(args, Mapping) and args.get("kind")
+        field = "environment" if name == "mixture" else "kind" if has_kind else ""
+        return {**values, "evaluation": {**evaluation, "kind_field": field}} if field else values
 
     def refuse_ahead(self) -> None:
         """Check the environment's rewards, the number of its images and `evaluation.kind_field`, before tasks are made.
@@ -192,14 +193,24 @@ class ModelSections(Sections):
             ConfigurationError, DataError: see `reserved_tokens`.
         """
         section = super().settings_for(settings)
-        args: dict[str, Any] = section.args if isinstance(section, EnvironmentSettings) else {}
-        if "reserved_tokens" not in args:
+        if not isinstance(section, EnvironmentSettings):
             return section
+        return section.model_copy(update={"args": self._reserving(section.name, section.args)})
+
+    def _reserving(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the environment `name` with the model's special tokens as `reserved_tokens`."""
+        if name == "mixture":
+            parts = {
+                part: each | {"args": self._reserving(each["name"], each["args"])}
+                for part, each in args["parts"].items()
+            }
+            return {"parts": parts}
+        if "reserved_tokens" not in args:
+            return args
         from armature.components.models.reserved_tokens import reserved_tokens  # importing the hub's client takes long
 
         tokens = reserved_tokens(self.model, images_only=args.get("allow_special_tokens", False))
-        listed = sorted({*args["reserved_tokens"], *tokens})
-        return section.model_copy(update={"args": args | {"reserved_tokens": listed}})
+        return args | {"reserved_tokens": sorted({*args["reserved_tokens"], *tokens})}
 
 
 class Evaluate(ModelSections):

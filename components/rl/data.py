@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments.dataset.environment import DatasetEnvironment
 from armature.components.environments.dataset.python_rows import IMAGE_COLUMNS, PROMPT, WrittenRows, write_rows
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
+from armature.components.environments.mixture import PART_NAME, EnvironmentMixture, MixturePart, one_pass
 from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.reward import RewardSettings
 
@@ -166,6 +169,21 @@ class WrittenData:
         ]
 
     @property
+    def pass_length(self) -> int:
+        """Number of training tasks that one pass has, about, because a share of held-out rows is chosen by hash."""
+        return ceil(self.train.count * (1 - self.data.heldout_fraction))
+
+    @property
+    def played(self) -> dict[str, Any]:
+        """What the tasks and rewards depend on, besides the rows and the code of the rewards."""
+        settings = self.settings.model_dump(mode="json", exclude={"source", "reserved_tokens"})
+        return settings | {"weights": list(self.data.weights)}
+
+    def reserving(self, tokens: tuple[str, ...]) -> WrittenData:
+        """Return the data, whose texts may not contain the special tokens `tokens`."""
+        return replace(self, reserved_tokens=tokens)
+
+    @property
     def sources(self) -> dict[str, str]:
         """Digests by name of the rows, their images, and the code of the rewards.
 
@@ -185,6 +203,85 @@ class WrittenData:
             callables=self.callables,
         )
         return made
+
+
+@dataclass(frozen=True)
+class MixedData:
+    """Several datasets by name, from which training tasks are taken in proportion to `shares`."""
+
+    parts: Mapping[str, ProgramData]
+    shares: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2 or self.parts.keys() != self.shares.keys():
+            raise ConfigurationError(
+                f"there are datasets {', '.join(map(repr, self.parts)) or '(none)'} and weights for "
+                f"{', '.join(map(repr, self.shares)) or '(none)'}",
+                code="datasets_do_not_fit",
+                where="train_dataset, dataset_weights",
+                remedy="pass two or more datasets by name, and a weight for each or none",
+            )
+        for name, share in self.shares.items():
+            if not re.fullmatch(PART_NAME, str(name)):
+                raise ConfigurationError(
+                    f"{name!r} cannot be the name of a dataset",
+                    code="dataset_name_invalid",
+                    where="train_dataset",
+                    remedy="use letters, digits and _ . -",
+                )
+            _check_number("dataset_weights", share, math.ulp(0.0), math.inf)
+
+    @property
+    def has_heldout_rows(self) -> bool:
+        """True if there are rows to evaluate with."""
+        return any(part.has_heldout_rows for part in self.parts.values())
+
+    def write(self, folder: Path, most: int | None) -> WrittenParts:
+        """Write each dataset to a folder of its own; see `ProgramData.write`.
+
+        Raises:
+            ConfigurationError: rows of a dataset have no length and `most` is None, or there are no rows.
+        """
+        return WrittenParts({name: part.write(folder / name, most) for name, part in self.parts.items()}, self.shares)
+
+
+@dataclass(frozen=True)
+class WrittenParts:
+    """Several datasets that were written to folders. It has the attributes of `WrittenData`."""
+
+    parts: Mapping[str, WrittenData]
+    shares: Mapping[str, float]
+
+    @property
+    def callables(self) -> list[CallableReward]:
+        return [each for part in self.parts.values() for each in part.callables]
+
+    @property
+    def most_images(self) -> int:
+        return max(part.most_images for part in self.parts.values())
+
+    @property
+    def pass_length(self) -> int:
+        return one_pass({name: part.pass_length for name, part in self.parts.items()}, self.shares)
+
+    @property
+    def played(self) -> dict[str, Any]:
+        return {name: part.played | {"share": self.shares[name]} for name, part in self.parts.items()}
+
+    def reserving(self, tokens: tuple[str, ...]) -> WrittenParts:
+        return replace(self, parts={name: part.reserving(tokens) for name, part in self.parts.items()})
+
+    @property
+    def sources(self) -> dict[str, str]:
+        found = {name: part.sources for name, part in self.parts.items()}
+        return {f"{name}/{source}": digest for name, each in found.items() for source, digest in each.items()}
+
+    def environment(self, seed: int, heldout_tasks: int, processes: int) -> Environment:
+        most = ceil(heldout_tasks / len(self.parts))
+        made = {name: part.environment(seed, most, processes) for name, part in self.parts.items()}
+        return EnvironmentMixture(
+            {name: MixturePart(environment, self.shares[name]) for name, environment in made.items()}
+        )
 
 
 def _named(reward: str) -> dict[str, Any]:
@@ -212,8 +309,8 @@ def _explained() -> Iterator[None]:
 
 
 def program_data(
-    train: Any, heldout: Any, heldout_fraction: float, rewards: Any, weights: Any, prompt: str
-) -> ProgramData | None:
+    train: Any, heldout: Any, heldout_fraction: float, rewards: Any, weights: Any, prompt: str, shares: Any
+) -> ProgramData | MixedData | None:
     """Return the data in the arguments of `MultimodalGRPOTrainer`; None without a dataset.
 
     Raises:
@@ -223,7 +320,28 @@ def program_data(
         rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
         weights = [1.0] * len(rewards) if weights is None else weights
         weights = list(weights) if isinstance(weights, Iterable) else [weights]
-        return ProgramData(train, heldout, heldout_fraction, rewards, weights, prompt)
+        if type(train) is not dict:  # a `datasets.DatasetDict` is one dataset with splits
+            if shares is not None:
+                raise ConfigurationError(
+                    "dataset_weights are of several datasets",
+                    code="datasets_do_not_fit",
+                    where="dataset_weights",
+                    remedy='pass train_dataset={"NAME": rows, ...}',
+                )
+            return ProgramData(train, heldout, heldout_fraction, rewards, weights, prompt)
+        rows = heldout if type(heldout) is dict else dict.fromkeys(train, heldout)
+        if rows.keys() != train.keys() or (heldout is not None and type(heldout) is not dict):
+            raise ConfigurationError(
+                "held-out rows are not by the names of the datasets",
+                code="datasets_do_not_fit",
+                where="eval_dataset",
+                remedy=f"pass a dict with the keys {', '.join(map(repr, train))}, or eval_fraction",
+            )
+        parts = {
+            name: ProgramData(train[name], rows[name], heldout_fraction, rewards, weights, prompt)
+            for name in sorted(train)
+        }
+        return MixedData(parts, dict.fromkeys(parts, 1.0) if shares is None else dict(shares))
     if rewards or weights or heldout is not None or heldout_fraction or prompt:
         raise ConfigurationError(
             "rewards, a prompt and held-out rows need a dataset; an environment brings its own",

@@ -18,9 +18,10 @@ from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.errors import DataError, ServerError
-from armature.components.contracts.metrics import merged, write_json
+from armature.components.contracts.metrics import merged, metrics_below, write_json
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.evaluation.results import (
     collect_results,
     describe_failures,
@@ -119,8 +120,9 @@ class Evaluations(ABC):
     def complete(self, history: History, step: int) -> dict[str, float]:
         """Add the metrics of the evaluation after `step` to its row of a run's history, and return the row."""
         row = next((row for row in history.read() if row["step"] == step), {})
-        before = {key: value for key, value in row.items() if key != "step" and key not in self.HISTORY_KEYS}
-        whole = merged(run=before, evaluation=self.history(step))
+        evaluation = self.history(step)
+        others = {"step", *self.HISTORY_KEYS, *evaluation}
+        whole = merged(run={key: row[key] for key in row if key not in others}, evaluation=evaluation)
         history.append(step, whole)
         return whole
 
@@ -309,7 +311,8 @@ class HeldoutEvaluations(Evaluations):
                 remedy="start the run again: it resumes from its last checkpoint",
             )
         settings = self.heldout.settings
-        results = collect_results(outputs, self.heldout.tasks, settings.success_reward)
+        field = "environment" if isinstance(self.heldout.environment, EnvironmentMixture) else ""
+        results = collect_results(outputs, self.heldout.tasks, settings.success_reward, field)
         if failures := describe_failures(results):
             self._context.events.message(f"evaluation after step {step}: {failures}")
 
@@ -319,6 +322,12 @@ class HeldoutEvaluations(Evaluations):
 
         rows = {"tasks": len(self.heldout.tasks), "episodes": len(results)}
         self._write(step, split_metrics(results), fill, rows=rows, drops=outputs.drops, inputs=self.heldout.digests)
+
+    def history(self, step: int) -> dict[str, float]:
+        """Return the metrics for the run's history; with the accuracy in each environment of a mixture."""
+        kinds: Mapping[str, Any] = self.metrics.get(step, {}).get("kinds", {})
+        parts = {name: kind["accuracy"] for name, kind in kinds.items() if set(kinds) != {"all"}}
+        return super().history(step) | metrics_below("heldout_accuracy_of", parts)
 
     def measure(self, metrics: Mapping[str, Any]) -> Measure:
         """Return the accuracy and the mean reward. The reward decides between weights that solve equally many tasks."""

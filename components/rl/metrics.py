@@ -58,7 +58,8 @@ def _thread_times() -> Mapping[Thread, tuple[int, int]]:
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
     """Return metrics of rollouts: rewards, lengths in tokens, times in seconds, truncation and failures.
 
-    Rewards and their parts are means over rollouts; a part that a rollout does not have counts as 0.
+    Rewards and their parts are means over rollouts; a part that a rollout does not have counts as 0. The rollouts of a
+    mixture also have the mean reward and the number of rollouts of each environment.
     """
     planned = len(outputs.trajectories) + len(outputs.failures)
     counts = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
@@ -85,7 +86,18 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
         "actions/inadmissible": float(np.mean([turn.action_defect == "inadmissible" for turn in turns])),
         "timing/generate_mean": float(np.mean([turn.generate_seconds for turn in turns])),
     }
-    return merged(counts=counts, failures=failures, rollouts=rollouts, parts=metrics_below("reward_parts", parts))
+    rewarded: dict[str, list[float]] = defaultdict(list)
+    for trajectory in outputs.trajectories:
+        if trajectory.task_id.startswith(f"{trajectory.environment}/"):  # true of a mixture's tasks
+            rewarded[trajectory.environment].append(trajectory.reward)
+    return merged(
+        counts=counts,
+        failures=failures,
+        rollouts=rollouts,
+        parts=metrics_below("reward_parts", parts),
+        rewards_of=metrics_below("reward_of", {name: float(np.mean(each)) for name, each in rewarded.items()}),
+        rollouts_of=metrics_below("rollouts_of", {name: len(each) for name, each in rewarded.items()}),
+    )
 
 
 def no_signal(trajectories: Sequence[Trajectory], settings: BatchSettings) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,7 +44,7 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, locate
 from armature.components.rl.callbacks import TrainerEvents, TrainingResult
 from armature.components.rl.config import MultimodalRLConfig
-from armature.components.rl.data import WrittenData, program_data, refuse_other_data, tasks_twice
+from armature.components.rl.data import WrittenData, WrittenParts, program_data, refuse_other_data, tasks_twice
 from armature.components.rl.evaluations import HeldoutSet
 from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model
 from armature.components.rl.open import open_parts
@@ -101,11 +101,13 @@ class MultimodalGRPOTrainer:
         reward_funcs: a function, the name of a reward (`exact_match`, or MODULE:FUNCTION), or a list of both. The
             reward of a completion is their weighted sum. `CallableReward` describes functions.
         reward_weights: factors of the rewards; by default 1 for each.
-        train_dataset: rows to train on; `write_rows` lists what they may be.
+        train_dataset: rows to train on; `write_rows` lists what they may be. A dict has several datasets by name, each
+            with metrics of its own.
         eval_dataset: rows to evaluate with.
         eval_fraction: share of the rows in `train_dataset` to evaluate with and not to train on, in place of
             `eval_dataset`.
         prompt: template of the prompt for rows without one: "How many? {question}" has the value of a column.
+        dataset_weights: shares of several datasets in the training tasks, by name; by default 1 for each.
         server: "auto" starts a vLLM server and ends it with the training: with one GPU it shares it with the trainer,
             with several it gets all but the first. A URL joins a running server. By default "auto" with a
             `train_dataset`, and otherwise the server that `config` names.
@@ -134,12 +136,15 @@ class MultimodalGRPOTrainer:
         eval_dataset: Any = None,
         eval_fraction: float = 0.0,
         prompt: str = "",
+        dataset_weights: Mapping[str, float] | None = None,
         server: str | None = None,
         callbacks: Any = (),
         report_to: str | Sequence[str] | None = (),
     ) -> None:
         check_model(model, tokenizer)
-        self._data = program_data(train_dataset, eval_dataset, eval_fraction, reward_funcs, reward_weights, prompt)
+        self._data = program_data(
+            train_dataset, eval_dataset, eval_fraction, reward_funcs, reward_weights, prompt, dataset_weights
+        )
         if self._data is not None:
             config = config or MultimodalRLConfig()
         if not isinstance(config, MultimodalRLConfig):
@@ -391,8 +396,7 @@ class MultimodalGRPOTrainer:
             self.environment = rows.environment(config.seed, *count)
             self._examined = rows.environment(config.seed, *count)
             self._digests = rows.sources
-            played = rows.settings.model_dump(mode="json", exclude={"source", "reserved_tokens"})
-            self._played = played | self._digests | {"weights": list(rows.data.weights)}
+            self._played = rows.played | self._digests
             return
         if self.environment is None:
             if not config.env_id:
@@ -402,7 +406,7 @@ class MultimodalGRPOTrainer:
             self.set_environment(config.env_id, **config.env_args)
 
     @cached_property
-    def _rows(self) -> WrittenData | None:
+    def _rows(self) -> WrittenData | WrittenParts | None:
         """The dataset's rows, written to the run's folder. Their number determines defaults of `config`."""
         if (data := self._data) is None:
             return None
@@ -411,9 +415,8 @@ class MultimodalGRPOTrainer:
         most = config.max_steps * groups if "max_steps" in by_user else None
         rows = data.write(config.folder / "data", most)
         _ = rows.callables  # so that wrong rewards are refused before anything is fetched
-        rows = replace(rows, reserved_tokens=reserved_tokens(self._source, images_only=False))
-        train_rows = rows.train.count * (1 - data.heldout_fraction)
-        steps = config.max_steps if "max_steps" in by_user else max(1, ceil(train_rows / groups))
+        rows = rows.reserving(reserved_tokens(self._source, images_only=False))
+        steps = config.max_steps if "max_steps" in by_user else max(1, ceil(rows.pass_length / groups))
         update = {"max_steps": steps}
         if data.has_heldout_rows and "eval_steps" not in by_user:
             update["eval_steps"] = steps

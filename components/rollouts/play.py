@@ -8,8 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from armature.components.contracts.errors import DataError, RolloutFailed
 from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
 from armature.components.environments.guarded import GuardedEpisode
+from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.inference.client import Completion, GenerationFailure, Message, ReservedToken, Sampling
 
 
@@ -186,9 +186,10 @@ class EpisodeRunner:
         Raises:
             RolloutFailed: this rollout failed; others are not affected.
         """
-        episode = GuardedEpisode(self.environment, task, self.environment_timeout)
+        facts, environment, own = self._played(task)
+        episode = GuardedEpisode(environment, own, self.environment_timeout)
         try:
-            turns, done = await self._turns(episode, place)
+            turns, done = await self._turns(facts, episode, place)
         except BaseException:
             with suppress(RolloutFailed):  # the first failure is the one to report
                 await episode.close()
@@ -197,25 +198,35 @@ class EpisodeRunner:
         return Trajectory(
             place.trajectory_id,
             place.group_id,
-            self.facts.name,
+            facts.name,
             task.task_id,
             task.split,
             tuple(turns),
             truncated=not done,
         )
 
-    @cached_property
-    def facts(self) -> EnvironmentInfo:
-        """Attributes of the environment, such as its name. Raises ConfigurationError if a required one is missing."""
-        return environment_info(self.environment)
+    def _played(self, task: Task) -> tuple[EnvironmentInfo, Environment, Task]:
+        """Return the environment that plays `task`, its attributes, and the task as that environment lists it.
 
-    async def _turns(self, episode: GuardedEpisode, place: RolloutId) -> tuple[list[Turn], bool]:
-        conversation = Conversation(self.facts.system_prompt, self.images, self.facts.dialogue)
+        For a mixture this is one of its environments, under the name that it has there.
+
+        Raises:
+            ConfigurationError: the environment lacks a required attribute.
+        """
+        if not isinstance(self.environment, EnvironmentMixture):
+            return environment_info(self.environment), self.environment, task
+        name, environment, own = self.environment.part_of(task)
+        return replace(environment_info(environment), name=name), environment, own
+
+    async def _turns(
+        self, facts: EnvironmentInfo, episode: GuardedEpisode, place: RolloutId
+    ) -> tuple[list[Turn], bool]:
+        conversation = Conversation(facts.system_prompt, self.images, facts.dialogue)
         turns: list[Turn] = []
         clock = time.perf_counter()
         observation = await episode.reset()
         environment_seconds = time.perf_counter() - clock
-        for index in range(self.facts.max_turns):
+        for index in range(facts.max_turns):
             await conversation.observe(observation)
             clock = time.perf_counter()
             try:

@@ -79,6 +79,17 @@ EXAMPLES = {
         "over there",
         1.0,
     ),
+    "mixture": Example(
+        {
+            "parts": {
+                "many": {"name": "colors", "args": IMAGE, "train_tasks": 18, "heldout_tasks": 8, "weight": 3.0},
+                "few": {"name": "dataset", "args": charts()},
+            }
+        },
+        lambda task, turn: str(task.payload["task"]["payload"].get("color") or task.payload["task"]["payload"]["kind"]),
+        "neither",
+        1.0,
+    ),
     "dataset": Example(charts(), lambda task, turn: f" {task.payload['kind'].title()}.", "neither", 1.0),
     "alfworld/text": Example(
         TEXT,

@@ -34,6 +34,9 @@ PIXELS = [np.full((28, 28, 3), 40 * number, np.uint8) for number in range(6)]
 IMAGES = [Image.fromarray(each) for each in PIXELS]
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
 
+TWO: dict[str, Any] = {"a": [], "b": []}
+"""Two datasets without rows."""
+
 
 def rows(**more: Any) -> list[dict[str, Any]]:
     """Return six rows with images, as a user would write them."""
@@ -81,6 +84,30 @@ def test_rows_and_functions_train_for_one_pass(tiny: Tiny, tmp_path: Path, sampl
     manifests = (tmp_path / "store/rollouts").glob("*/manifest.json")
     inputs = [json.loads(path.read_text())["inputs"] for path in manifests]
     assert len(inputs) == 3 and all("reward letters source only" in each for each in inputs)
+
+
+def test_several_datasets_train_by_weight_with_metrics_of_each(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
+) -> None:
+    words = [{"prompt": f"Say {number}", "answer": str(number)} for number in range(2)]  # without images
+    trainer = MultimodalGRPOTrainer(
+        str(tiny.folder),
+        config=small(tmp_path),
+        reward_funcs=letters,
+        train_dataset={"shown": rows(), "words": words},
+        eval_dataset={"shown": rows(answer="7")[:2], "words": [{"prompt": "Say 2", "answer": "2"}]},
+        dataset_weights={"shown": 3, "words": 1},
+    )
+    history = trainer.train().history
+    assert [row["step"] for row in history] == [0, 1, 2, 3, 4]  # 6 and 2 tasks in groups of 4, 2 groups a step
+    assert {"heldout_accuracy_of/shown", "heldout_accuracy_of/words"} <= history[0].keys()
+    totals = {name: sum(row.get(f"rollouts_of/{name}", 0.0) for row in history) for name in ("shown", "words")}
+    assert sum(totals.values()) == 32.0 and totals["shown"] > totals["words"] > 0.0
+    for row in history[1:]:
+        parts = [
+            (row[f"reward_of/{name}"], row[f"rollouts_of/{name}"]) for name in totals if f"reward_of/{name}" in row
+        ]
+        assert sum(mean * count for mean, count in parts) / 8 == pytest.approx(row["reward"])
 
 
 def test_interrupted_training_resumes_with_equal_rows(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
@@ -206,6 +233,20 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
         ("dataset_missing", (), {"reward_funcs": letters}),
         ("unknown_tracker", ("wandbb",), {"train_dataset": rows(), "reward_funcs": letters, "report_to": "wandbb"}),
         ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
+        ("datasets_do_not_fit", ("'train'",), {"train_dataset": {"train": rows()}, "reward_funcs": letters}),
+        (
+            "datasets_do_not_fit",
+            ("'c'",),
+            {"train_dataset": TWO, "dataset_weights": {"a": 1, "c": 1}, "reward_funcs": letters},
+        ),
+        ("datasets_do_not_fit", ("'a'", "'b'"), {"train_dataset": TWO, "eval_dataset": [], "reward_funcs": letters}),
+        ("datasets_do_not_fit", (), {"train_dataset": [], "dataset_weights": {"a": 1}, "reward_funcs": letters}),
+        ("dataset_name_invalid", ("a/b",), {"train_dataset": {"a/b": [], "c": []}, "reward_funcs": letters}),
+        (
+            "number_out_of_bounds",
+            ("dataset_weights",),
+            {"train_dataset": TWO, "dataset_weights": {"a": 1, "b": 0}, "reward_funcs": letters},
+        ),
         (
             "reward_missing",
             ("2 weights",),
@@ -259,7 +300,7 @@ def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
         ("column_repeated", ("prompt",), {"train_dataset": pd.DataFrame([["a", "b"]], columns=["prompt"] * 2)}),
         ("value_error", ("prompt",), {"prompt": "{"}),
         ("value_error", ("at_least",), {"reward_funcs": "length"}),
-        ("rows_wrong_type", ("dict",), {"train_dataset": {"train": rows()}}),
+        ("rows_wrong_type", ("str",), {"train_dataset": {"prompt": ["a"], "answer": ["b"]}}),
         ("rows_wrong_type", ("str",), {"train_dataset": [*rows(), "a text"]}),
         ("value_not_json", ("row 0",), {"train_dataset": rows(more=object())}),
         ("unknown_reward_argument", ("colour",), {"reward_funcs": lambda completions, colour: [0.0]}),
