@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from armature import supervisor
 from armature.components.configuration import Recipe
+from armature.components.configuration.recipes import SettingRow
 from armature.components.configuration.stages import STAGES, open_store, run_stage
 from armature.components.configuration.trackers import refuse_missing_trackers
 from armature.components.contracts.cluster import Bundle, ClusterSettings
@@ -24,22 +25,23 @@ from armature.components.vlm.settings import TrainerSettings
 from armature.deployments import pool_of
 
 
-def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None) -> None:
+def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None, with_settings: bool = False) -> None:
     """Check a recipe, cheap checks first, and print each result.
 
     Args:
         configuration_only: check settings and the machine, and run no stage.
         gpu: a key of `GPUS`: compare the memory that the recipe needs with this GPU's; None: with this machine's GPUs.
+        with_settings: also check that the settings of the recipe act.
 
     Raises:
-        ConfigurationError: the machine lacks something that the recipe names.
+        ConfigurationError: the machine lacks something that the recipe names, or a setting does not act.
         MismatchError: server and trainer compute different log-probs.
     """
     with project(recipe.folder):
-        _check(recipe, configuration_only, gpu)
+        _check(recipe, configuration_only, gpu, with_settings)
 
 
-def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
+def _check(recipe: Recipe, configuration_only: bool, gpu: str | None, with_settings: bool) -> None:
     """Do the work of `check_recipe`, within the recipe's project."""
     print(f"{recipe.name}: every value is valid")
     recipe.values.refuse_sources()
@@ -62,7 +64,28 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None) -> None:
     if configuration_only:
         return
     inputs = {name: run_stage(name, settings, {}, machine) for name, settings in first.items()}
-    recipe.values.check_stages(inputs, print)
+    if not with_settings:
+        recipe.values.check_stages(inputs, print)
+        return
+    rows = recipe.values.check_settings(inputs, print)
+    for line in setting_lines(rows):
+        print(line)
+    if idle := [row.setting for row in rows if row.acts is False]:
+        raise ConfigurationError(
+            f"{len(idle)} settings do not act as expected",
+            code="setting_does_not_act",
+            where=", ".join(idle),
+            remedy="compare what the table above expects with what was observed",
+        )
+
+
+def setting_lines(rows: Sequence[SettingRow]) -> list[str]:
+    """Return a table with the results of the settings' checks."""
+    marks = {True: "✓", False: "✗", None: "-"}
+    table = [("", "setting", "expectation", "observed")]
+    table += [(marks[row.acts], row.setting, row.expectation, row.observed) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:

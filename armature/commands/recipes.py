@@ -85,6 +85,9 @@ def check(
         Optional[str],  # noqa: UP045
         typer.Option(help="Compare the memory with these GPUs: a100 (80 GB), h100 or h200. Default: those here."),
     ] = None,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Also prove on a few rollouts that ten settings act.")
+    ] = False,
 ) -> None:
     """Check that a recipe can run here.
 
@@ -94,7 +97,11 @@ def check(
     from armature.check import check_recipe
     from armature.components.configuration import load_recipe
 
-    check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only, gpu)
+    if settings and configuration_only:
+        raise typer.BadParameter(
+            "it needs a server and the trainer: leave --configuration-only out", param_hint="--settings"
+        )
+    check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only, gpu, settings)
 
 
 @app.command(epilog="Example: armature plan train-vlm/geometry3k --gpus 8 --gpus 64 --assume completion_tokens=300")

@@ -9,11 +9,13 @@ field in it has a default.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact
@@ -21,6 +23,17 @@ from armature.components.machine.registry import Registry
 
 MachineSection = Annotated[Machine, Field(description="Facts of this machine; none changes the result.")]
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """The result of checking that one setting acts."""
+
+    setting: str
+    expectation: str
+    observed: str
+    acts: bool | None
+    """True if the setting acts as expected; None if the recipe does not set it."""
 
 
 class Sections(BaseModel):
@@ -97,6 +110,19 @@ class Sections(BaseModel):
         Raises:
             ArmatureError: the recipe cannot run here.
         """
+
+    def check_settings(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> list[SettingRow]:
+        """Run the checks of `check_stages`, and check that settings act.
+
+        Raises:
+            ArmatureError: the recipe cannot run here, or no check of its settings exists.
+        """
+        raise ConfigurationError(
+            "only settings of train-vlm can be checked",
+            code="settings_not_checked",
+            where="--settings",
+            remedy="leave --settings out",
+        )
 
 
 def _join(settings: type[SettingsT], sections: Mapping[str, BaseModel]) -> SettingsT:

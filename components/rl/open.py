@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -18,7 +18,7 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import open_store
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError, TrainerError
-from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.contracts.stages import Artifact, ResultT, StageContext
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
@@ -216,10 +216,18 @@ def skipped_batches(workspace: Path, named: Collection[int], done: int, last: in
     return frozenset(before | new)
 
 
-def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
+def check(
+    settings: TrainVLMSettings,
+    inputs: Mapping[str, Artifact],
+    context: StageContext,
+    then: Callable[[RLRun], ResultT],
+) -> ResultT:
     """Report the memory that the run needs and how well trainer and servers agree, without training.
 
     Joined servers keep their weights.
+
+    Args:
+        then: a function that is called with the open run after that. Its result is returned.
 
     Raises:
         MismatchError: trainer and servers do not agree, so training would unknowingly be off-policy.
@@ -247,7 +255,9 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
+        result = then(run)
     context.events.message("trainer and server agree: ready to train")
+    return result
 
 
 def available_memory(processes: TrainerProcesses) -> tuple[int, str]:

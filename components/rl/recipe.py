@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from armature.components.configuration.recipes import MachineSection
+from armature.components.configuration.recipes import MachineSection, SettingRow
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.evaluation.settings import (
@@ -58,14 +58,35 @@ class TrainVlm(ModelSections):
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
         """Check, with tasks and model at hand, that memory suffices and that trainer and servers agree."""
+        from armature.components.rl.open import check
+
+        settings, context = self._checked(inputs, say)
+        check(settings, inputs, context, lambda run: None)
+
+    def check_settings(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> list[SettingRow]:
+        """Also check that settings act, with rollouts of the servers and a learner in this process."""
+        import torch
+
+        from armature.components.models.source import locate
+        from armature.components.rl.open import base_weights, check
+        from armature.components.rl.setting_checks import check_settings, play_trial
+
+        settings, context = self._checked(inputs, say)
+        trial = check(settings, inputs, context, play_trial)
+        weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
+        gpus = self.machine.trainer.gpus
+        return check_settings(settings, weights, trial, torch.device("cuda", gpus[0]) if gpus else torch.device("cpu"))
+
+    def _checked(
+        self, inputs: Mapping[str, Artifact], say: Callable[[str], None]
+    ) -> tuple[TrainVLMSettings, StageContext]:
+        """Return the settings of the training and the context of a check, after counting the tasks to evaluate."""
         from armature.components.configuration.stages import TerminalEvents, ThreadUnits, fingerprint, open_store
         from armature.components.evaluation.results import planned_tasks
-        from armature.components.rl.open import check
         from armature.components.rl.stage import TRAIN_VLM_STAGE
 
         settings = TRAIN_VLM_STAGE.resolve(self.settings_for(TrainVLMSettings), inputs, say)
         planned_tasks(self.evaluation, inputs["tasks"].path)
         store, key = open_store(self.machine), f"check-{fingerprint(TRAIN_VLM_STAGE, settings, inputs)}"
         workspace = store.workspace("train-vlm", key)
-        context = StageContext(self.machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key)
-        check(settings, inputs, context)
+        return settings, StageContext(self.machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key)

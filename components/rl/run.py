@@ -19,6 +19,7 @@ from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.replies import Endpoint
 from armature.components.rl.agreement import (
@@ -184,11 +185,8 @@ class RLRun(TrainingRun):
         Raises:
             MismatchError: trainer and servers disagree, or none of the rollouts becomes a sample.
         """
-        recorded = RecordingGenerator(self.pool)
-        plan = self.settings.rollouts
-        tasks = tasks_of_step(self.parts.tasks, self.settings.preflight.groups, 0, plan.seed)
-        outputs = self.portal.call(self._round, recorded, 0, [tasks], 0)
-        refuse_other_texts(recorded.completions, self.parts.tokenizer.backend_tokenizer)
+        outputs, completions = self.play_tasks(self.preflight_tasks())
+        refuse_other_texts(completions, self.parts.tokenizer.backend_tokenizer)
         samples, drops = self.parts.adapter.samples(outputs)
         drops.update(outputs.drops)
         folder = self.context.workspace / "preflight"
@@ -200,6 +198,19 @@ class RLRun(TrainingRun):
         if warning := no_signal(outputs.trajectories, self.settings.batches):
             self.context.events.message(warning)
         return agreement
+
+    def preflight_tasks(self) -> list[Task]:
+        """Return the tasks of the pre-flight, one for each group."""
+        return tasks_of_step(self.parts.tasks, self.settings.preflight.groups, 0, self.settings.rollouts.seed)
+
+    def play_tasks(self, tasks: Sequence[Task]) -> tuple[GenerateOutputs, list[Completion]]:
+        """Play a group of rollouts of each task in this process, without storing them.
+
+        Returns:
+            The rollouts, and the servers' completions.
+        """
+        recorded = RecordingGenerator(self.pool)
+        return self.portal.call(self._round, recorded, 0, [tasks], 0), recorded.completions
 
     def shown(self, step: int) -> ShownStep:
         """Return the files of a finished step that the report page shows."""
