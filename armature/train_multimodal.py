@@ -96,7 +96,8 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
     """Start the server if the file has an [inference] table, train, and return the metrics of the last step."""
     layout = parse(arguments)
     server_gpus = divide_gpus(layout)
-    config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
+    environment = {"env_id": layout.env.id, "env_args": layout.env.args}
+    config = MultimodalRLConfig(processes=max(1, layout.trainer.gpus), **environment, **layout.trainer.args)
 
     from armature.components.models.source import locate
     from armature.components.rl.trainer import MultimodalGRPOTrainer
@@ -108,24 +109,18 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
-    """Return the numbers of the GPUs that the server uses. The trainer uses GPU 0, and the server the GPUs after it.
+    """Return the numbers of the GPUs that the server uses, which come after those of the trainer.
 
     The result is empty if this machine has no GPU.
 
     Raises:
-        ConfigurationError: the file asks for more GPUs than there are, or for several trainer GPUs.
+        ConfigurationError: the file asks for more GPUs than there are.
     """
     available = gpu_count()
     if available == 0:
         print("no GPU here: server and trainer run on the CPU", flush=True)
         return ()
     serving = layout.inference.gpus if layout.inference else 0
-    if layout.trainer.gpus > 1:
-        raise ConfigurationError(
-            f"trainer.gpus = {layout.trainer.gpus}, but this command trains in one process",
-            code="several_trainer_gpus",
-            remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer.gpus",
-        )
     if serving + layout.trainer.gpus > available:
         raise ConfigurationError(
             f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {available} GPUs",

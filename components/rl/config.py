@@ -22,6 +22,7 @@ from armature.components.contracts.machine import Machine, MachineLimits, Machin
 from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.registry import suggestion
+from armature.components.models.settings import LoraSettings
 from armature.components.rl.settings import LoopSettings, PreflightSettings
 from armature.components.rollouts.settings import BatchSettings, GroupMean, RolloutSettings
 from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
@@ -93,6 +94,11 @@ class MultimodalRLConfig(BaseModel):
     max_tokens: PositiveInt = 512
     """Largest number of tokens that one turn may generate."""
 
+    processes: PositiveInt | None = None
+    """Number of ranks that train, each on one of the first GPUs. Several share the weights of a model that is given by
+    name. By default one, or half of the GPUs if the training starts its servers."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters instead of the weights, {"rank": 16}, for a model that is given by name."""
     batch_size: PositiveInt = 512
     """Number of samples per optimizer update."""
     micro_batch_size: PositiveInt = 4

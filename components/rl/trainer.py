@@ -11,11 +11,10 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from pydantic import ValidationError
 from torch import nn
 from tqdm import tqdm
 
@@ -27,16 +26,14 @@ from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import is_folder
-from armature.components.contracts.machine import MachineServers, Scalar, available_cpus
+from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import environment_sources, make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.inference.command import longest_sequence, placeholder_token_ids, vocabulary
+from armature.components.inference.command import placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
-from armature.components.inference.settings import ServerSettings
 from armature.components.machine.hub import commit_of
-from armature.components.machine.resources import gpu_count
 from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
 from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
 from armature.components.models.reserved_tokens import reserved_tokens
@@ -48,19 +45,20 @@ from armature.components.rl.data import WrittenData, WrittenParts, program_data,
 from armature.components.rl.evaluations import HeldoutSet
 from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model
 from armature.components.rl.open import open_parts
+from armature.components.rl.program_machine import (
+    JOINED,
+    default_processes,
+    joining,
+    refuse_on_ranks,
+    serving,
+    with_ranks,
+)
 from armature.components.rl.run import RunParts
 from armature.components.rollouts.table import read_rollouts
-from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.worker import Loader
 
-JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
-"""Settings of a server that somebody else started, of which nothing is known: limits as wide as possible, and the least
-precise dtype."""
-LONGEST_SERVED = 8192
-"""Limit of a server that the trainer starts, in tokens: the longest prompt with its completion."""
-SHARED_GPU = 0.4
-"""Part of a GPU's memory for a server that shares it with the trainer."""
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
 """Trainer settings that may change when a run resumes, because rollouts do not depend on them."""
 
@@ -69,13 +67,12 @@ NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
 class _Opened:
     """Parts that `MultimodalGRPOTrainer` makes from its model when the model is first needed."""
 
-    model: Any
     tokenizer: Any
     weights: Path
     adapter: MultimodalAdapter
     samples: FamilyAdapter | UserAdapter
     forbidden: tuple[int, ...]
-    trainer: InProcessTrainer
+    trainer: TrainerClient
 
 
 class MultimodalGRPOTrainer:
@@ -90,7 +87,8 @@ class MultimodalGRPOTrainer:
     the right answer. All columns except images are passed to the rewards.
 
     Dropout is turned off, whatever the model's configuration says, and trained weights are kept in fp32. One GPU
-    trains; without a GPU the CPU does. The constructor loads, writes and prints nothing.
+    trains in this process, or without a GPU the CPU. A model by name is trained by one process for each of
+    `config.processes` GPUs. The constructor loads, writes and prints nothing.
 
     Args:
         model: a transformers model, with or without PEFT adapters, a folder to load one from, or a name on the hub.
@@ -108,8 +106,8 @@ class MultimodalGRPOTrainer:
             `eval_dataset`.
         prompt: template of the prompt for rows without one: "How many? {question}" has the value of a column.
         dataset_weights: shares of several datasets in the training tasks, by name; by default 1 for each.
-        server: "auto" starts a vLLM server and ends it with the training: with one GPU it shares it with the trainer,
-            with several it gets all but the first. A URL joins a running server. By default "auto" with a
+        server: "auto" starts vLLM servers and ends them with the training: a single GPU is shared with the trainer, of
+            several the last half serves. A URL joins a running server. By default "auto" with a
             `train_dataset`, and otherwise the server that `config` names.
         callbacks: objects or classes with methods of transformers' `TrainerCallback`: `on_train_begin`, `on_step_end`,
             `on_log`, `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after
@@ -165,16 +163,16 @@ class MultimodalGRPOTrainer:
         self.config, self.machine, self.served = config, config.machine, JOINED
         self._server = server or ("auto" if self._data else "")
         if self._server not in ("", "auto"):
-            try:
-                servers = MachineServers(endpoints=(self._server,))
-            except ValidationError as error:
-                raise ConfigurationError(
-                    f"{self._server!r} is not the URL of a server",
-                    code="server_not_url",
-                    where="server",
-                    remedy='pass "auto", or a URL such as http://10.0.0.7:8000',
-                ) from error
-            self.machine = self.machine.model_copy(update={"servers": servers})
+            self.machine = joining(self.machine, self._server)
+        if (config.processes or 1) > 1:
+            refuse_on_ranks(model, adapter)
+        if config.lora is not None and not isinstance(model, str | Path):
+            raise ConfigurationError(
+                f"lora is for a model by name, but model is {type(model).__name__}, an object",
+                code="lora_of_object",
+                where="MultimodalRLConfig.lora",
+                remedy="give it adapters with peft.get_peft_model, or pass a folder or a name on the hub",
+            )
         self._arguments = model, tokenizer, adapter
         callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else ()
         self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
@@ -196,9 +194,15 @@ class MultimodalGRPOTrainer:
         """
         _ = self._rows
         config, (model, tokenizer, adapter) = self.config, self._arguments
-        torch.manual_seed(config.seed)
-        network, tokenizer = self._loaded(model, tokenizer)
+        by_name = isinstance(model, str | Path) and adapter is None
+        processes = config.processes or (default_processes() if self._server == "auto" and by_name else 1)
+        self.machine = with_ranks(self.machine, processes)
         weights = locate(self._source.source, self._source.revision)
+        if self._server == "auto":
+            most_images = self._rows.most_images if self._rows else 0
+            self.machine, self.served = serving(self.machine, weights, most_images)
+        torch.manual_seed(config.seed)
+        network, tokenizer = self._loaded(model, tokenizer, processes)
         tqdm.write("Initializing MultimodalGRPOTrainer")
         adapter = adapter or get_adapter(weights, tokenizer, self.images.open)
         if isinstance(adapter, FamilyAdapter):
@@ -216,16 +220,19 @@ class MultimodalGRPOTrainer:
             temperature=config.temperature,
             images=self.images.root,
         )
-        trainer = InProcessTrainer(
-            network,
-            tokenizer,
-            policy,
-            forbidden_token_ids=forbidden,
-            load=load,
-            machine=self.machine,
-            folder=config.folder,
-        )
-        return _Opened(network, tokenizer, weights, adapter, samples, forbidden, trainer)
+        if network is None:
+            trainer = TrainerClient(policy, self.machine, config.folder)
+        else:
+            trainer = InProcessTrainer(
+                network,
+                tokenizer,
+                policy,
+                forbidden_token_ids=forbidden,
+                load=load,
+                machine=self.machine,
+                folder=config.folder,
+            )
+        return _Opened(tokenizer, weights, adapter, samples, forbidden, trainer)
 
     @cached_property
     def _source(self) -> ModelSettings:
@@ -239,8 +246,11 @@ class MultimodalGRPOTrainer:
         commit = commit_of(str(model), "main", "model", tqdm.write)
         return self._model_settings(model).model_copy(update={"revision": commit})
 
-    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any]:
-        """Return the model and its processor or tokenizer, which are loaded unless they are objects."""
+    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any, processes: int) -> tuple[Any, Any]:
+        """Return the model and its processor or tokenizer, which are loaded unless they are objects.
+
+        The model is None if several ranks load it themselves.
+        """
         if not isinstance(model, str | Path):
             network: Any = model
             if self.config.gradient_checkpointing:
@@ -248,16 +258,18 @@ class MultimodalGRPOTrainer:
             return network, tokenizer
         tqdm.write(f"Loading VLM: {model}")
         settings = self._source
-        return load_model(settings.source, settings), tokenizer or load_processor(settings.source, settings)
+        network = load_model(settings.source, settings) if processes == 1 else None
+        return network, tokenizer or load_processor(settings.source, settings)
 
     def _model_settings(self, source: str | Path) -> ModelSettings:
-        checkpointing = self.config.gradient_checkpointing
-        return ModelSettings(source=str(source), dtype="float32", gradient_checkpointing=checkpointing)
+        options = self.config.model_dump(include={"gradient_checkpointing", "lora"})
+        return ModelSettings(source=str(source), dtype="float32", **options)
 
     @property
     def model(self) -> Any:
-        """The model that is trained."""
-        return self._opened.trainer.learner.model
+        """The model that is trained; None if several ranks train it."""
+        trainer = self._opened.trainer
+        return trainer.learner.model if isinstance(trainer, InProcessTrainer) else None
 
     @property
     def adapter(self) -> MultimodalAdapter:
@@ -316,8 +328,6 @@ class MultimodalGRPOTrainer:
         self._key = document_digest(played)[:20]
         if self._data is not None:
             refuse_other_data(config.folder, document_digest(self._played))
-        if self._server == "auto":
-            self._start_server(opened.weights)
         assert self.environment is not None
         assert self._examined is not None
         with (
@@ -422,21 +432,6 @@ class MultimodalGRPOTrainer:
             update["eval_steps"] = steps
         self.config = config.model_copy(update=update)
         return rows
-
-    def _start_server(self, weights: Path) -> None:
-        """Let the server pool start servers.
-
-        They get all GPUs but the trainer's. If there is only one GPU, a server shares it with the trainer.
-        """
-        gpus = gpu_count()
-        serving = tuple((number,) for number in range(1, gpus)) or ((0,),) * gpus
-        shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus == 1 else {}
-        servers = MachineServers(gpus=serving, arguments=shared)
-        self.machine = self.machine.model_copy(update={"servers": servers})
-        dtype: Literal["bfloat16", "float32"] = "bfloat16" if gpus else "float32"
-        served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
-        most = max(served.max_images_per_prompt, self._rows.most_images if self._rows else 0)
-        self.served = served.model_copy(update={"max_images_per_prompt": most})
 
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"

@@ -13,6 +13,7 @@ from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.machine import Machine, available_cpus
 from armature.components.inference.command import server_environment
 from armature.components.machine.resources import gpu_count, visible_devices
+from armature.components.rl.program_machine import default_processes, serving, with_ranks
 from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
 from tests.builders import make_machine
@@ -100,6 +101,21 @@ def test_train_multimodal_server_gets_the_next_device(driver, monkeypatch):
     assert divide_gpus(MultimodalFile.model_validate(tables)) == (1, 2)
     with refused("too_few_gpus", "inference.gpus = 3", "trainer.gpus = 1"):
         divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
+
+
+def test_gpus_of_a_script_are_divided_between_ranks_and_servers(driver, tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    driver(LISTED)
+    count = gpu_count()
+    half = with_ranks(Machine(), default_processes())
+    assert half.trainer.gpus == tuple(range(count // 2))
+    machine, served = serving(half, tmp_path, most_images=20)
+    assert machine.servers.gpus == tuple((number,) for number in range(count // 2, count))
+    assert (served.max_model_len, served.max_images_per_prompt) == (4096, 20)
+    with refused("too_few_gpus", f"processes = {count}"):
+        serving(with_ranks(Machine(), count), tmp_path, 0)
+    with refused("too_few_gpus", f"processes = {count + 1}"):
+        with_ranks(Machine(), count + 1)
 
 
 def test_cpu_count_respects_affinity(tmp_path):

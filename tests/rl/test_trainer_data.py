@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 from armature.components.contracts.errors import RolloutFailed
@@ -108,6 +109,30 @@ def test_several_datasets_train_by_weight_with_metrics_of_each(
             (row[f"reward_of/{name}"], row[f"rollouts_of/{name}"]) for name in totals if f"reward_of/{name}" in row
         ]
         assert sum(mean * count for mean, count in parts) / 8 == pytest.approx(row["reward"])
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_two_ranks_train_like_one(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], lora: dict[str, int] | None
+) -> None:
+    made: dict[int, MultimodalGRPOTrainer] = {}
+    for processes in (1, 2):
+        options = small(tmp_path / str(processes), processes=processes, max_steps=2, lora=lora)
+        made[processes] = MultimodalGRPOTrainer(
+            str(tiny.folder), config=options, reward_funcs=letters, train_dataset=rows()
+        )
+        made[processes].train()
+    assert made[2].model is None and made[1].model is not None
+    one, two = run(tmp_path / "1"), run(tmp_path / "2")
+    for name in ("reward", "grad_norm", "mismatch_kl"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-3, abs=1e-6)
+    assert one[1]["grad_norm"] > 0
+    weights = [load_file(tmp_path / f"{number}/final/model.safetensors") for number in (1, 2)]
+    before = load_file(tiny.folder / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name].float(), weights[0][name].float())}
+    assert changed and (lora is None or all("_proj" in name for name in changed))
+    for name in before:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
 
 
 def test_interrupted_training_resumes_with_equal_rows(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
@@ -233,6 +258,12 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
         ("dataset_missing", (), {"reward_funcs": letters}),
         ("unknown_tracker", ("wandbb",), {"train_dataset": rows(), "reward_funcs": letters, "report_to": "wandbb"}),
         ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
+        (
+            "lora_of_object",
+            ("Linear",),
+            {"model": nn.Linear(1, 1), "tokenizer": 1, "config": MultimodalRLConfig(lora={"rank": 2})},
+        ),
+        ("ranks_need_model_name", ("adapter", "dict"), {"adapter": {}, "config": MultimodalRLConfig(processes=2)}),
         ("datasets_do_not_fit", ("'train'",), {"train_dataset": {"train": rows()}, "reward_funcs": letters}),
         (
             "datasets_do_not_fit",
