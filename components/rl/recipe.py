@@ -69,7 +69,8 @@ class TrainVlm(ModelSections):
 
         from armature.components.models.source import locate
         from armature.components.rl.open import base_weights, check
-        from armature.components.rl.setting_checks import check_settings, play_trial
+        from armature.components.rl.setting_checks import check_settings
+        from armature.components.rl.trial import play_trial
 
         settings, context = self._checked(inputs, say)
         trial = check(settings, inputs, context, play_trial)

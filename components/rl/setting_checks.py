@@ -1,271 +1,44 @@
-"""Checks that ten settings of a recipe act, on a few rollouts: `armature check RECIPE --settings`.
+"""Checks that ten settings of a recipe act: `armature check RECIPE --settings`.
 
-`play_trial` plays rollouts on the run's servers. `check_settings` then trains a copy of the model in this process, with
-the learner of a run: once with advantages of 1, and on tokens whose ratio is outside of the clipping bounds.
+The rollouts of a trial are from the run's servers. A learner of the kind that a run has then trains in this process: on
+advantages of 1, and on tokens whose ratio is outside of the clipping bounds.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isclose, log
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
-from PIL import Image
 from torch import nn
 
-from armature.components.artifacts.images import ImageStore
 from armature.components.configuration.recipes import SettingRow
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.episodes import Environment
-from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import GenerateOutputs, LogProbs
-from armature.components.contracts.stages import Artifact, ResultT
+from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, Trajectory
 from armature.components.environments.make import make_environment
 from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.families.family import COMPONENTS, family_of
 from armature.components.inference.command import vocabulary
-from armature.components.models.adapters import get_collator
-from armature.components.models.load import load_model, load_processor
-from armature.components.models.lora import ALL_LINEARS, base_model
+from armature.components.models.lora import ALL_LINEARS
 from armature.components.rl.agreement import compare
-from armature.components.rl.loop import run_loop
-from armature.components.rl.run import RLRun
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.trial import BlankImages, Trial, TrialLearner
 from armature.components.rollouts.batches.table import SampleSource
-from armature.components.training.ranks import Ranks
-from armature.components.vlm.learner import Learner
-from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.settings import CISPO, GSPO, PPO, MaskRatio, NoCorrection, TrainerSettings
 
 FEW = 8
-"""Number of samples on which this process trains."""
+"""Number of samples that the learner gets."""
 BEGINNING = 8
 """Number of tokens of an answer that are compared with the answer of the same or another seed."""
-VISIBLE = 1e-3
-"""Learning rate of the trial: an update of this size changes weights in bfloat16 too."""
-
-
-# --- Rollouts on the run's servers ---
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Rollouts of the same few tasks with the recipe's settings and with one setting changed."""
-
-    adapter: SampleSource
-    images: ImageStore
-    outputs: GenerateOutputs
-    repeated: GenerateOutputs
-    """Played with the same settings again."""
-    other_seed: GenerateOutputs
-    other_temperature: GenerateOutputs
-    """Played with half the temperature."""
-    lags: Sequence[int]
-    """For each step of a short schedule: by how many versions the weights that play it are older than on-policy."""
-
-
-def play_trial(run: RLRun) -> Trial:
-    """Play the trial's rollouts on the servers of `run`, which hold the initial weights."""
-    plan, tasks = run.settings.rollouts, run.preflight_tasks()
-
-    def changed(**changes: Any) -> RLRun:
-        settings = run.settings.model_copy(update={"rollouts": plan.model_copy(update=changes)})
-        return RLRun(settings, run.context, run.store, replace(run.parts, heldout=None), run.portal)
-
-    def played(**changes: Any) -> GenerateOutputs:
-        return changed(**changes).play_tasks(tasks)[0]
-
-    loop = changed().plan
-    colder = plan.sampling.model_copy(update={"temperature": plan.sampling.temperature / 2})
-    schedule = _Schedule()
-    run_loop(schedule, 1, replace(loop, last=loop.max_staleness + 3), schedule, schedule)
-    return Trial(
-        run.parts.adapter,
-        run.images,
-        outputs=played(),
-        repeated=played(),
-        other_seed=played(seed=plan.seed + 1),
-        other_temperature=played(sampling=colder),
-        lags=schedule.lags,
-    )
-
-
-class _Schedule:
-    """The units of `run_loop`, of which rollouts only note the version of the weights when they begin.
-
-    It is also the executor, which calls each unit at once, and the receiver of the loop's reports.
-    """
-
-    def __init__(self) -> None:
-        self.version, self.lags = 0, list[int]()
-        self._nothing = Artifact(kind="", path=Path(), digest="")
-
-    def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
-        future.set_result(unit(*arguments))
-        return future
-
-    def rollouts(self, step: int) -> Artifact:
-        self.lags.append(step - 1 - self.version)
-        return self._nothing
-
-    def batch(self, step: int, rollouts: Artifact) -> Artifact:
-        return rollouts
-
-    def train(self, step: int, batch: Artifact) -> dict[str, float]:
-        return {}
-
-    def sync(self, version: int) -> None:
-        self.version = version
-
-    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics
-
-    def evaluates(self, step: int) -> bool:
-        return False
-
-    def evaluate(self, step: int) -> bool:
-        return False
-
-    def stopped(self) -> bool:
-        return False
-
-    def wait_for_rollouts(self, step: int) -> None: ...
-
-    def save(self, step: int) -> None: ...
-
-    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-
-# --- The learner in this process ---
-
-
-class BlankImages(ImageStore):
-    """An image store that opens every image as a gray one of the same size."""
-
-    def open(self, ref: ImageRef) -> Image.Image:
-        return Image.new("RGB", super().open(ref).size, (128, 128, 128))
-
-
-class TrialLearner:
-    """The learner of a run, with its model, in this process.
-
-    Its settings are the recipe's, but with a constant learning rate that is large enough to be seen, and without an
-    entropy bonus, whose gradient would add to the one that is checked.
-
-    Args:
-        weights: folder of the initial model.
-        temperature: temperature at which the scored tokens were sampled.
-        device: device on which the model computes.
-        trainer: further changes of the trainer's settings.
-    """
-
-    def __init__(
-        self,
-        settings: TrainVLMSettings,
-        weights: Path,
-        images: ImageStore,
-        temperature: float,
-        device: torch.device,
-        **trainer: Any,
-    ) -> None:
-        plain = {"learning_rate": VISIBLE, "warmup_steps": 0, "lr_scheduler": "constant", "entropy_coefficient": 0.0}
-        plain |= {"samples_per_update": 0, "torch_compile": False}
-        model = settings.model.model_copy(
-            update={"gradient_checkpointing": bool(settings.model.gradient_checkpointing)}
-        )
-        self._images = images
-        self._collator = get_collator(weights, load_processor(weights, model))
-        self.forbidden = sorted(self._collator.forbidden_token_ids)
-        self.learner = Learner(
-            load_model(weights, model, "cpu" if model.quantization is None else device),
-            settings.trainer.model_copy(update=plain | trainer),
-            temperature=temperature,
-            forbidden_token_ids=self.forbidden,
-            ranks=Ranks(device=device),
-        )
-        self.network = base_model(cast(Any, self.learner.model))
-
-    def score(self, samples: Sequence[Sample], images: ImageStore | None = None) -> list[LogProbs]:
-        """Return for each sample the log-probs (L,) of its sampled tokens, 0 elsewhere."""
-        load = MicroBatchLoader(self._collator, images or self._images, workers=0)
-        with load.batch():
-            return self.learner.score(samples, load)
-
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Make a training step and return its metrics."""
-        load = MicroBatchLoader(self._collator, self._images, workers=0)
-        with load.batch():
-            return self.learner.step(samples, load)
-
-    def gradient_norm(self, samples: Sequence[Sample], **trainer: Any) -> float:
-        """Return the norm of the gradients of a step, before clipping, and leave the weights as they are.
-
-        Args:
-            trainer: changes of the trainer's settings for this step.
-        """
-        before, usual = self.weights(), self.learner.settings
-        self.learner.settings = usual.model_copy(update=trainer)
-        norm = self.step(samples)["grad_norm"]
-        self.learner.settings = usual
-        with torch.no_grad():
-            for name, parameter in self.network.named_parameters():
-                parameter.copy_(before[name])
-        return norm
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return a copy of all weights on the CPU, by name."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.network.named_parameters()}
-
-    def changed(self, before: Mapping[str, torch.Tensor]) -> set[str]:
-        """Return the names of the weights that differ from `before`."""
-        return {name for name, weight in self.weights().items() if not torch.equal(weight, before[name])}
-
-
-def _with_advantage(samples: Sequence[Sample], advantage: float) -> list[Sample]:
-    return [
-        replace(sample, advantages=np.where(sample.loss_mask, advantage, 0).astype(np.float32)) for sample in samples
-    ]
-
-
-def _with_ratio(samples: Sequence[Sample], scores: Sequence[LogProbs], ratio: float) -> list[Sample]:
-    """Return samples whose ratio to the sampler is `ratio` for the policy that computed `scores`.
-
-    Tokens are left out of the loss if the sampler's probability would have to be above 1.
-    """
-    changed = []
-    for sample, score in zip(samples, scores, strict=True):
-        behavior = np.where(sample.loss_mask, score - log(ratio), 0).astype(np.float32)
-        mask = sample.loss_mask & (behavior <= 0)
-        changed.append(replace(sample, behavior_logprobs=behavior, loss_mask=mask))
-    return changed
-
-
-def _with_random_tokens(samples: Sequence[Sample], allowed: np.ndarray[Any, Any]) -> list[Sample]:
-    """Return samples with random completions, which are so improbable that the sampler may have a larger one."""
-    random, changed = np.random.default_rng(0), []
-    for sample in samples:
-        tokens = random.choice(allowed, len(sample.input_ids))
-        changed.append(replace(sample, input_ids=np.where(sample.loss_mask, tokens, sample.input_ids).astype(np.int32)))
-    return changed
-
-
-# --- One row for each setting ---
 
 
 def check_settings(settings: TrainVLMSettings, weights: Path, trial: Trial, device: torch.device) -> list[SettingRow]:
@@ -382,26 +155,23 @@ def reward_row(settings: TrainVLMSettings, trial: Trial) -> SettingRow:
     twice = settings.environment.model_copy(update={"args": doubled})
     with closing(make_environment(settings.environment)) as environment, closing(make_environment(twice)) as other:
         weights, doubled_weights = dict(environment.reward_weights), dict(other.reward_weights)
-        expected = [
-            (sum(_weights(environment, each.environment)[part] * value for part, value in each.reward_parts.items()))
-            for each in trial.outputs.trajectories
-        ]
-    pairs = zip((each.reward for each in trial.outputs.trajectories), expected, strict=True)
-    equal = sum(isclose(reward, total, rel_tol=1e-6, abs_tol=1e-9) for reward, total in pairs)
+        played = trial.outputs.trajectories
+        equal = [isclose(each.reward, _weighted(environment, each), rel_tol=1e-6, abs_tol=1e-9) for each in played]
     follows = all(isclose(doubled_weights[part], 2 * weight, abs_tol=1e-12) for part, weight in weights.items())
     shown = ", ".join(f"{part} {weight:g}" for part, weight in weights.items())
     return SettingRow(
         "reward weights",
         f"rewards are sums with the recipe's weights: {shown}",
-        f"{equal} of {len(expected)} rollouts; weights {'follow' if follows else 'do not follow'} the recipe",
-        follows and equal == len(expected),
+        f"{sum(equal)} of {len(equal)} rollouts; weights {'follow' if follows else 'do not follow'} the recipe",
+        follows and all(equal),
     )
 
 
-def _weights(environment: Environment, name: str) -> Mapping[str, float]:
-    """Return the weights of the rewards of a rollout in the environment `name`, which may be a part of a mixture."""
-    part = environment.parts[name].environment if isinstance(environment, EnvironmentMixture) else environment
-    return part.reward_weights
+def _weighted(environment: Environment, played: Trajectory) -> float:
+    """Return the weighted sum of the parts of a rollout's reward. The environment may be a mixture."""
+    if isinstance(environment, EnvironmentMixture):
+        environment = environment.parts[played.environment].environment
+    return sum(environment.reward_weights[name] * value for name, value in played.reward_parts.items())
 
 
 def _doubled(value: Any) -> Any:
@@ -466,18 +236,16 @@ def _bounds(trainer: TrainerSettings) -> Iterator[tuple[str, float, bool, float,
     """Yield each bound: name, ratio, True for an upper one, an advantage for which it acts, and settings for it."""
     objective, correction = trainer.objective, trainer.correction
     alone: dict[str, Any] = {"correction": NoCorrection(mode="none")}
-    match objective:
-        case PPO() | GSPO():
-            yield "clip_high", 1 + objective.clip_high, True, 1.0, alone
-            yield "clip_low", 1 - objective.clip_low, False, -1.0, alone
-            if isinstance(objective, PPO) and objective.dual_clip is not None:
-                yield "dual_clip", objective.dual_clip, True, -1.0, alone
-        case CISPO():
-            yield "clip_high", 1 + objective.clip_high, True, 1.0, alone
-        case MaskRatio():
-            yield "mask_ratio_high", objective.mask_ratio_high, True, 1.0, alone
-            if objective.mask_ratio_low > 0:
-                yield "mask_ratio_low", objective.mask_ratio_low, False, 1.0, alone
+    if isinstance(objective, PPO | GSPO | CISPO):
+        yield "clip_high", 1 + objective.clip_high, True, 1.0, alone
+    if isinstance(objective, PPO | GSPO):
+        yield "clip_low", 1 - objective.clip_low, False, -1.0, alone
+    if isinstance(objective, PPO) and objective.dual_clip is not None:
+        yield "dual_clip", objective.dual_clip, True, -1.0, alone
+    if isinstance(objective, MaskRatio):
+        yield "mask_ratio_high", objective.mask_ratio_high, True, 1.0, alone
+        if objective.mask_ratio_low > 0:
+            yield "mask_ratio_low", objective.mask_ratio_low, False, 1.0, alone
     if not isinstance(correction, NoCorrection):
         yield "correction.cap", correction.cap, True, 1.0, {}
         if correction.floor > 0:
@@ -528,14 +296,12 @@ def seed_row(trial: Trial) -> SettingRow:
 
 def _equal_share(one: GenerateOutputs, other: GenerateOutputs) -> float:
     """Return the share of the rollouts in `one` that begin with the same `BEGINNING` tokens in `other`."""
-    beginnings = [
-        {
-            each.trajectory_id: np.concatenate([turn.completion_token_ids for turn in each.turns])[:BEGINNING].tolist()
-            for each in outputs.trajectories
-        }
-        for outputs in (one, other)
-    ]
-    equal = [tokens == beginnings[1].get(name) for name, tokens in beginnings[0].items()]
+
+    def beginning(played: Trajectory) -> list[int]:
+        return np.concatenate([turn.completion_token_ids for turn in played.turns])[:BEGINNING].tolist()
+
+    others = {each.trajectory_id: beginning(each) for each in other.trajectories}
+    equal = [beginning(each) == others.get(each.trajectory_id) for each in one.trajectories]
     return sum(equal) / len(equal)
 
 
@@ -561,6 +327,34 @@ def _values(value: Any, key: str) -> Iterator[int]:
             if name == key and isinstance(item, int):
                 yield item
             yield from _values(item, key)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _values(item, key)
+
+
+# --- Samples with other tokens, ratios or advantages ---
+
+
+def _with_advantage(samples: Sequence[Sample], advantage: float) -> list[Sample]:
+    return [
+        replace(sample, advantages=np.where(sample.loss_mask, advantage, 0).astype(np.float32)) for sample in samples
+    ]
+
+
+def _with_ratio(samples: Sequence[Sample], scores: Sequence[LogProbs], ratio: float) -> list[Sample]:
+    """Return samples whose ratio to the sampler is `ratio` for the policy that computed `scores`.
+
+    Tokens are left out of the loss if the sampler's probability would have to be above 1.
+    """
+    changed = []
+    for sample, score in zip(samples, scores, strict=True):
+        behavior = np.where(sample.loss_mask, score - log(ratio), 0).astype(np.float32)
+        mask = sample.loss_mask & (behavior <= 0)
+        changed.append(replace(sample, behavior_logprobs=behavior, loss_mask=mask))
+    return changed
+
+
+def _with_random_tokens(samples: Sequence[Sample], allowed: np.ndarray[Any, Any]) -> list[Sample]:
+    """Return samples with random completions, which are so improbable that the sampler may have a larger one."""
+    random, changed = np.random.default_rng(0), []
+    for sample in samples:
+        tokens = random.choice(allowed, len(sample.input_ids))
+        changed.append(replace(sample, input_ids=np.where(sample.loss_mask, tokens, sample.input_ids).astype(np.int32)))
+    return changed

@@ -26,8 +26,9 @@ from armature.components.models import load, lora
 from armature.components.rl import run as rl_run
 from armature.components.rl.open import open_run
 from armature.components.rl.run import RLRun
-from armature.components.rl.setting_checks import Trial, check_settings, play_trial
+from armature.components.rl.setting_checks import check_settings
 from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.trial import Trial, play_trial
 from armature.components.rollouts import play
 from armature.components.vlm import objectives
 from tests.end_to_end.conftest import make
