@@ -21,8 +21,8 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  #
 test: environments  ## the tests; choose with ARGS="-m 'not slow'"
 	$(PYTEST) $(ARGS)
 
-end-to-end: environments  ## whole runs as users start them: recipes, examples, flows on Prefect, the platform and its pages
-	$(PYTEST) tests/end_to_end tests/examples tests/flows tests/platform $(ARGS)
+end-to-end: environments  ## whole runs as users start them: recipes, examples, a newcomer's first hour, flows on Prefect, the platform and its pages
+	$(PYTEST) tests/end_to_end tests/examples tests/first_hour tests/flows tests/platform $(ARGS)
 
 interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-trl interop-vla-eval  ## tests against what others write: verifiers, OpenEnv, LeRobot, vla-eval, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, TRL
 

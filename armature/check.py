@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from armature import supervisor
-from armature.components.configuration import Recipe
+from armature.components.configuration import Recipe, load_recipe, recipe_kind, recipe_names
 from armature.components.configuration.recipes import SettingRow
 from armature.components.configuration.stages import STAGES, open_store, run_stage
 from armature.components.configuration.trackers import refuse_missing_trackers
@@ -22,7 +22,7 @@ from armature.components.contracts.stages import Stage
 from armature.components.machine.project import project
 from armature.components.machine.resources import gpu_count
 from armature.components.vlm.settings import TrainerSettings
-from armature.deployments import pool_of
+from armature.deployments import gpus_and_memory, pool_of
 
 
 def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = None, with_settings: bool = False) -> None:
@@ -30,7 +30,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
 
     Args:
         configuration_only: check settings and the machine, and run no stage.
-        gpu: a key of `GPUS`: compare the memory that the recipe needs with this GPU's; None: with this machine's GPUs.
+        gpu: compare the memory that the recipe needs with this GPU's, see `gpu_memory`; None: with this machine's GPUs.
         with_settings: also check that the settings of the recipe act.
 
     Raises:
@@ -118,12 +118,40 @@ def check_ahead(recipe: Recipe) -> Machine:
         DataError: the model folder does not exist.
     """
     machine, trainer = recipe.machine, recipe.sections.get("trainer")
+    _refuse_without_gpu(recipe)
     check_machine(machine, with_servers="inference" in recipe.sections)
     recipe.values.refuse_sources()
     if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
         _check_triton(machine)
     recipe.values.refuse_ahead()
     return machine
+
+
+def _refuse_without_gpu(recipe: Recipe) -> None:
+    """Raise ConfigurationError if the recipe needs a GPU and this machine has none.
+
+    The error names an installed recipe of the same kind that runs here, with the same environment if there is one.
+    """
+    named, (_, gib) = {*recipe.machine.started_server_gpus, *recipe.machine.trainer.gpus}, gpus_and_memory(recipe)
+    if gpu_count() or not named:
+        return
+    others = [load_recipe(name) for name in recipe_names() if recipe_kind(name) == recipe.kind]
+    runnable = [each for each in others if not gpus_and_memory(each)[0]]
+    environment = _environment_name(recipe)
+    nearest = max(runnable, key=lambda each: _environment_name(each) == environment, default=None)
+    size = f" of {gib} GiB" if gib else ""
+    raise ConfigurationError(
+        f"the recipe needs {len(named)} GPU{'s' * (len(named) > 1)}{size}, and this machine has none",
+        code="gpu_missing",
+        where="machine.servers.gpus, machine.trainer.gpus",
+        remedy=(f"the nearest recipe that runs here: armature run {nearest.name}" if nearest else "armature list")
+        + f"; to compare its memory with a GPU: armature check {recipe.name} --gpu {gib or 80}GiB",
+    )
+
+
+def _environment_name(recipe: Recipe) -> str | None:
+    """Return the name of the environment of a recipe; None for a recipe without an environment."""
+    return getattr(recipe.sections.get("environment"), "name", None)
 
 
 def _check_triton(machine: Machine) -> None:

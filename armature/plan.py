@@ -13,7 +13,7 @@ import torch
 from armature.components.configuration import Recipe, parse_override
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.machine.project import project
-from armature.components.planning.memory import RecipeMemory, gpu_named
+from armature.components.planning.memory import GPUS, RecipeMemory, gpu_memory, gpu_named
 from armature.components.planning.step import Plan
 
 
@@ -32,7 +32,7 @@ def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
         return []
     machine, gpus = recipe.machine, recipe.machine.gpus_of_trainer
     if gpu is not None:
-        return replace(memory, on_gpu=True).lines(gpu_named(gpu).memory, f"an {gpu}")
+        return replace(memory, on_gpu=True).lines(gpu_memory(gpu), f"an {gpu}" if gpu in GPUS else "a GPU")
     if not memory.on_gpu:
         return memory.lines(psutil.virtual_memory().available, "this machine, which are free")
     if torch.cuda.is_available() and max(gpus) < torch.cuda.device_count() and not machine.trainer_bundle:

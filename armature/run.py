@@ -127,7 +127,8 @@ def run_recipe(recipe: Recipe) -> list[str]:
         for line in run_recipe(load_recipe("train-vlm/colors", ["trainer.max_steps=5"])):
             print(line)
     """
-    print(f"{recipe.name}: {recipe.description}\n{_where_to_look(recipe)}", flush=True)
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    print(f"{title}\n{_where_to_look(recipe)}", flush=True)
     with project(recipe.folder):
         check_ahead(recipe)
         return _result(recipe)

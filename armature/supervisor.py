@@ -304,6 +304,7 @@ def status() -> int:
         _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "
              f"{'answers' if answers(url) else 'does not answer'}")  # fmt: skip
     _say(f"{'runs':<10} {runs_page(platform.mlflow)}")
+    _say(f"{'password':<10} of the page of flows: {AUTH_STRING}")
     _say(f"{'pools':<10} {', '.join(platform.pools)}   (supervisor: process {supervisor_pid()})")
     return 0
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -54,12 +56,17 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
         print(json.dumps(rows, indent=1))
         return
     width = max((len(row["name"]) for row in rows), default=0)
+    # A line for each recipe where a program reads it; on a terminal, descriptions are wrapped beside the names.
+    columns = max(shutil.get_terminal_size().columns, width + 24) if sys.stdout.isatty() else sys.maxsize
     needs = {(row["gpus"], row["gpu_gib"]) for row in rows}
     for gpus, gib in sorted(needs, key=lambda need: (need[0] is None, need[0] or 0, need[1] or 0)):
         print(f"{_heading(gpus, gib)}:")
         for row in rows:
             if (row["gpus"], row["gpu_gib"]) == (gpus, gib):
-                print(f"  {row['name']:<{width}}  {row['description']}")
+                begin = f"  {row['name']:<{width}}  "
+                print(
+                    textwrap.fill(row["description"], columns, initial_indent=begin, subsequent_indent=" " * len(begin))
+                )
         print()
 
 
@@ -75,7 +82,7 @@ def _heading(gpus: int | None, gib: int | None) -> str:
     return f"needs {'a GPU' if gpus == 1 else f'{gpus} GPUs'}" + (f" of {gib} GiB" if gib else "")
 
 
-@app.command(epilog="Examples: armature check train-vlm/colors; armature check train-vlm/chartqa --gpu h100")
+@app.command(epilog="Examples: armature check train-vlm/colors; armature check train-vlm/chartqa --gpu 24GiB")
 def check(
     name: Name,
     set_: Overrides = None,
@@ -83,7 +90,9 @@ def check(
     configuration_only: Annotated[bool, typer.Option(help="Do not start a server and the trainer.")] = False,
     gpu: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Compare the memory with these GPUs: a100 (80 GB), h100 or h200. Default: those here."),
+        typer.Option(
+            help="Compare the memory with this GPU: a100 (80 GB), h100, h200 or a size (24GiB). Default: those here."
+        ),
     ] = None,
     settings: Annotated[
         bool, typer.Option("--settings", help="Also prove on a few rollouts that ten settings act.")

@@ -65,7 +65,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a TOML file, merged over the values of the files that it extends.
 
     If a file names another environment than the file that it extends, it does not inherit the section `environment`.
-    It does not inherit `evaluation.kind_field` either, because that setting names a field of the environment's tasks.
+    It does not inherit the description and `evaluation.kind_field` either, because both are about the environment.
 
     Raises:
         ConfigurationError: a file is missing, is not TOML, or extends itself.
@@ -103,14 +103,14 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a base recipe that still apply if the values `over` name another environment.
 
-    In that case the section `environment` and the setting `evaluation.kind_field` are removed. Otherwise all values of
-    `base` are returned.
+    In that case the description, the section `environment` and the setting `evaluation.kind_field` are removed.
+    Otherwise all values of `base` are returned.
     """
     before, after = (_table(values, "environment").get("name") for values in (base, over))
     if before is None or after is None or after == before:
         return dict(base)
     evaluation = {key: value for key, value in _table(base, "evaluation").items() if key != "kind_field"}
-    rest = {key: value for key, value in base.items() if key != "environment"}
+    rest = {key: value for key, value in base.items() if key not in ("environment", "description")}
     return rest | {"evaluation": evaluation} if evaluation else rest
 
 

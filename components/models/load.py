@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
+from transformers.utils.logging import set_tqdm_hook
 
 from armature.components.artifacts.tensors import new_checkpoint_folder, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
@@ -276,13 +278,23 @@ def save_checkpoint(
     """
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
     convert = has_hub_layout(base.config) and not is_remote(base)  # remote code uses the files' names already
-    with new_checkpoint_folder(folder) as new:
+    with new_checkpoint_folder(folder) as new, _without_bars():
         if convert:  # transformers itself would write a wrong embedding, see molmo2.py
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
         else:
             base.save_pretrained(new, state_dict=state)
         processor.save_pretrained(new)
     return folder
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers: a training that saves after every step would print one each time."""
+    previous = set_tqdm_hook(lambda factory, arguments, options: factory(*arguments, **(options | {"disable": True})))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
 
 
 def _implementation(settings: ModelSettings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -65,6 +66,16 @@ GPUS = {
         Gpu("h200", 141e9, 989e12, 4.8e12, 450e9, 50e9, "data sheets of H200 SXM and DGX H200 (8 x 400 Gb/s)"),
     )
 }
+
+
+def gpu_memory(name: str) -> float:
+    """Return the bytes of memory of a GPU that is named as in `GPUS`, or by its size, such as 24GiB.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    size = re.fullmatch(r"(\d+) ?GiB", name)
+    return int(size[1]) * float(GIB) if size else gpu_named(name).memory
 
 
 def gpu_named(name: str) -> Gpu:

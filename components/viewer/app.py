@@ -177,6 +177,7 @@ class ViewServer:
                 "began": run.began,
                 "recorded": run.recorded,
                 "evaluations": evaluations_of(run, all_runs),
+                "accuracy": run.accuracy(),
                 "robot": run.robot,
                 **counts.get(run.fingerprint, no_counts),
                 **(_episodes_of(run, problems) if run.stage == ROBOT_TRAINING else {}),

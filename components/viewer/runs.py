@@ -143,6 +143,15 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"the metrics of the steps cannot be read: {error!s:.200}", where=str(file)) from error
 
+    def accuracy(self) -> float | None:
+        """Return the accuracy of a finished evaluation; None for other runs, or if it cannot be read."""
+        if self.stage != EVALUATION or not self.finished:
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            document = json.loads(regular(self.artifact / "metrics.json").read_bytes())
+            return read_floats({"accuracy": document["accuracy"]})["accuracy"]
+        return None
+
     def tokenizer(self) -> Path | None:
         """Return a folder with the `tokenizer.json` of the run's model, or None if there is no such folder."""
         folders = [self.artifact / CHECKPOINT] if self.stage == TRAINING else []

@@ -57,7 +57,7 @@ def test_help_shows_every_command_under_one_heading(armature):
         (["run", "train-vlm/colors", "--set", "rollouts.sampling.top_p=0.5"], 2, "top_p"),
         (["run", "train-vlm/colors", "--machine", "servers.count=0"], 2, "machine.servers.count"),
         (["stage", "taks", "--config", str(REPOSITORY / "configs/train-vlm/colors.toml")], 2, "did you mean 'tasks'"),
-        (["check", "train-vlm/qwen3-vl", "--machine", f"servers.python={sys.executable}"], 2, "GPU 0 is named"),
+        (["check", "train-vlm/qwen3-vl", "--machine", f"servers.python={sys.executable}"], 2, "code: gpu_missing"),
         (["train-multimodal"], 2, "Usage: armature train-multimodal @ path/to/file.toml"),
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],
@@ -79,7 +79,7 @@ def test_invalid_input_is_an_error_without_traceback(arguments, code, output, ar
         (["--set", "trainer.logprobs.name=triton"], "--set trainer.logprobs.name=torch"),
         (["--machine", "servers.python=nowhere"], "`armature setup`"),
         (["--machine", f"servers.python={sys.executable}"], "no Python interpreter with vLLM"),
-        (["--machine", "trainer.gpus=[99]"], "GPU 99 is named"),
+        (["--machine", "trainer.gpus=[99]"], "code: gpu_missing"),
     ],
 )
 def test_late_failures_are_found_before_the_run_starts(command, arguments, output, armature, tmp_path):

@@ -92,7 +92,8 @@ function drawRuns() {
   $("export").href = api(run.id, "page");
   $("export").hidden = !run.finished;
   const steps = run.last_step === null ? "–" : run.steps ? `${run.last_step} of ${run.steps}` : null;
-  const figures = { ...(steps && { step: steps }), [run.robot ? "episodes" : "rollouts"]: whole(run.rollouts), failures: whole(run.failures) };
+  const accuracy = ["before training", "after training"].map((when) => byId(Object.keys(run.evaluations).find((id) => run.evaluations[id] === when))?.accuracy);
+  const figures = { ...(steps && { step: steps }), ...(accuracy.every(Number.isFinite) && { accuracy: accuracy.map((each) => number(each, 3)).join(" → ") }), [run.robot ? "episodes" : "rollouts"]: whole(run.rollouts), failures: whole(run.failures) };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
     h("div", {}, h("dt", {}, name), h("dd", { id: `figure-${name}` }, value))));
 }
@@ -198,7 +199,7 @@ const lists = {
     ask: (offset) => page("rollouts", offset),
     key: (r) => `${r.source} ${r.step} ${r.trajectory_id}`,
     count: (a) => `${whole(a.total)} of ${whole(byId(played().id)?.rollouts)}` + (a.total ? `, mean reward ${number(a.mean)}` : ""),
-    line: (r) => [(r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + r.task_id, r.completion || "(empty)", [r.reward], r.image],
+    line: (r) => [r.task_id, (r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + (r.completion || "(empty)"), [r.reward], r.image],
     open: openRollout,
   },
   tasks: {
