@@ -65,7 +65,9 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
             if (row["gpus"], row["gpu_gib"]) == (gpus, gib):
                 begin = f"  {row['name']:<{width}}  "
                 print(
-                    textwrap.fill(row["description"], columns, initial_indent=begin, subsequent_indent=" " * len(begin))
+                    textwrap.fill(
+                        str(row["description"]), columns, initial_indent=begin, subsequent_indent=" " * len(begin)
+                    )
                 )
         print()
 
