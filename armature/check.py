@@ -145,7 +145,7 @@ def _refuse_without_gpu(recipe: Recipe) -> None:
         code="gpu_missing",
         where="machine.servers.gpus, machine.trainer.gpus",
         remedy=(f"the nearest recipe that runs here: armature run {nearest.name}" if nearest else "armature list")
-        + f"; to compare its memory with a GPU: armature check {recipe.name} --gpu {gib or 80}GiB",
+        + f"; whether a GPU holds the other one: armature check {recipe.name} --gpu {gib or 80}GiB",
     )
 
 

@@ -66,7 +66,11 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
                 begin = f"  {row['name']:<{width}}  "
                 print(
                     textwrap.fill(
-                        str(row["description"]), columns, initial_indent=begin, subsequent_indent=" " * len(begin)
+                        str(row["description"]),
+                        columns,
+                        initial_indent=begin,
+                        subsequent_indent=" " * len(begin),
+                        break_on_hyphens=False,
                     )
                 )
         print()

@@ -28,6 +28,7 @@ from armature.deployments import deployment
 from tests.refusals import refused
 
 BASE_OF_COLORS = """
+description = "Colors."
 [environment]
 name = "colors"
 train_tasks = 8
@@ -48,6 +49,7 @@ seed = 3
         (
             '[environment]\nname = "colors"\nheldout_tasks = 2',
             {
+                "description": "Colors.",
                 "environment": {"name": "colors", "train_tasks": 8, "heldout_tasks": 2},
                 "evaluation": {"seed": 3, "kind_field": "color"},
             },
