@@ -135,9 +135,11 @@ class MultimodalRLConfig(BaseModel):
     torch_compile: bool = False
     """Compile the model's layers with torch.compile, which takes a minute or two."""
     bf16: bool = False
-    """Compute matrix products in bf16; the trained weights stay fp32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    """Compute matrix products in bf16; the trained weights stay fp32. A model that is given by name is also loaded and
+    published in bf16."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. "auto" does so if a model that is given by name needs
+    it to fit in memory. The numbers are the same either way."""
     save_steps: PositiveInt = 500
     """Number of steps between checkpoints."""
     save_total_limit: PositiveInt = 2

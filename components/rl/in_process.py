@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError, TrainerError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import not_sent
@@ -101,8 +101,17 @@ class InProcessTrainer(TrainerClient):
     def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         command = {"name": name, **arguments}
         reply = self._worker.recorded(command)
-        if reply is None:
-            reply = self._worker.run(command, self._worker.check(command))
+        try:
+            if reply is None:
+                reply = self._worker.run(command, self._worker.check(command))
+        except torch.OutOfMemoryError as error:
+            raise TrainerError(
+                f"the GPU's memory is not enough for {name!r}: {error}",
+                code="out_of_memory",
+                where="MultimodalRLConfig",
+                remedy="set gradient_checkpointing=True, a smaller max_tokens_per_micro_batch, or lora={'rank': 16}; "
+                "then run the script again, which resumes",
+            ) from error
         return result.validate_python(reply)
 
 

@@ -55,8 +55,10 @@ from armature.components.rl.program_machine import (
 )
 from armature.components.rl.run import RunParts
 from armature.components.rollouts.table import read_rollouts
+from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.loader import MicroBatchLoader
+from armature.components.vlm.memory import chosen_recomputation, memory_of_rank
 from armature.components.vlm.worker import Loader
 
 NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
@@ -253,17 +255,23 @@ class MultimodalGRPOTrainer:
         """
         if not isinstance(model, str | Path):
             network: Any = model
-            if self.config.gradient_checkpointing:
+            if self.config.gradient_checkpointing is True:
                 network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
             return network, tokenizer
         tqdm.write(f"Loading VLM: {model}")
         settings = self._source
-        network = load_model(settings.source, settings) if processes == 1 else None
-        return network, tokenizer or load_processor(settings.source, settings)
+        processor = tokenizer or load_processor(settings.source, settings)
+        if processes > 1:
+            return None, processor
+        ranks = TrainerProcesses.of(self.machine)
+        room = memory_of_rank(ranks, next(iter(ranks.gpus), None))
+        weights = locate(settings.source, settings.revision)
+        settings = chosen_recomputation(weights, settings, self.config.settings().trainer, ranks, room)
+        return load_model(settings.source, settings), processor
 
     def _model_settings(self, source: str | Path) -> ModelSettings:
         options = self.config.model_dump(include={"gradient_checkpointing", "lora"})
-        return ModelSettings(source=str(source), dtype="float32", **options)
+        return ModelSettings(source=str(source), dtype="bfloat16" if self.config.bf16 else "float32", **options)
 
     @property
     def model(self) -> Any:

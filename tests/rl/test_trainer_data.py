@@ -135,6 +135,41 @@ def test_two_ranks_train_like_one(
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
 
 
+def test_activations_are_recomputed_where_memory_is_short(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[int, MultimodalGRPOTrainer] = {}
+    for room in (2**40, 1):
+        monkeypatch.setattr("armature.components.rl.trainer.memory_of_rank", lambda *_, room=room: room)
+        made[room] = MultimodalGRPOTrainer(
+            str(tiny.folder),
+            config=small(tmp_path / str(room), max_steps=1, bf16=True),
+            reward_funcs=letters,
+            train_dataset=rows(),
+        )
+        made[room].train()
+    assert [each.model.is_gradient_checkpointing for each in made.values()] == [False, True]
+    kept, recomputed = (run(tmp_path / str(room))[0]["grad_norm"] for room in made)
+    assert kept == pytest.approx(recomputed, rel=1e-3)
+    published = load_file(tmp_path / "1/final/model.safetensors")
+    assert {each.dtype for each in published.values()} == {torch.bfloat16}  # as it was loaded
+
+
+def test_full_gpu_memory_is_an_error_that_says_what_to_do(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 594.00 MiB")
+
+    monkeypatch.setattr("armature.components.vlm.learner._forward", full)
+    options = small(tmp_path, max_steps=1)
+    trainer = MultimodalGRPOTrainer(
+        str(tiny.folder), config=options, reward_funcs=letters, train_dataset=rows(), eval_dataset=rows()[:1]
+    )
+    with refused("out_of_memory", "594.00 MiB"):
+        trainer.train()
+
+
 def test_interrupted_training_resumes_with_equal_rows(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
     for folder, ends in ((tmp_path / "straight", [2]), (tmp_path / "stopped", [1, 2])):
         for max_steps in ends:
