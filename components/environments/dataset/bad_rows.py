@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Literal
 
 from armature.components.contracts.errors import LONGEST_DETAIL, DataError
 
-SHOWN = 5
+SHOWN = 10
+"""Largest number of rows that an error names for each reason."""
 
 
 class BadRow(Exception):
@@ -44,7 +45,7 @@ class BadRows:
 
     def __init__(self, where: str, on_bad_row: Literal["refuse", "skip"]) -> None:
         self._where, self._refuse = where, on_bad_row == "refuse"
-        self._first: list[str] = []
+        self._first: dict[str, dict[str, str]] = defaultdict(dict)
         self.left_out: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
 
@@ -53,8 +54,8 @@ class BadRows:
         if bad.reason in ("filtered", "other_split"):
             return
         self._bad[bad.reason] += 1
-        if len(self._first) < SHOWN:
-            self._first.append(f"{place}: {bad.detail[:300]}")
+        if len(self._first[bad.reason]) < SHOWN:
+            self._first[bad.reason][place] = bad.detail[:300]
 
     def check(self, rows: int) -> None:
         """Check that there are no bad rows, unless bad rows are skipped. `rows` is the number of all rows.
@@ -64,10 +65,21 @@ class BadRows:
         """
         if self._bad and self._refuse:
             counts = ", ".join(f"{count} {reason}" for reason, count in self._bad.most_common())
+            first = [
+                f"{place}: {reason}: {detail}"
+                for reason, _ in self._bad.most_common()
+                for place, detail in sorted(self._first[reason].items(), key=lambda each: _in_order(each[0]))
+            ]
             raise DataError(
                 f"{self._bad.total()} of {rows} rows cannot be used: {counts}",
                 code="rows_unusable",
-                where="\n    ".join([self._where, *self._first]),
+                where="\n    ".join([self._where, *first]),
                 remedy="correct them, or remove them from the rows; in a recipe, "
                 'environment.args.on_bad_row = "skip" leaves them out and counts them',
             )
+
+
+def _in_order(place: str) -> tuple[str, int]:
+    """Return a sort key for the place of a row, which ends with the row's number."""
+    shard, _, number = place.rpartition(" ")
+    return shard, int(number)

@@ -72,7 +72,8 @@ def select_rows(
 
     A split may be empty only if its count is 0.
 
-    Images are checked last and only until a split has its number of rows, because opening them is slow.
+    Images are checked last and only until a split has its number of rows, because opening them is slow. One error names
+    the rows with bad images and those that cannot be used for another reason.
 
     Raises:
         ConfigurationError: a column is in no row, or a split is empty.
@@ -107,7 +108,6 @@ def select_rows(
     present = {column for name in split_of_shard for column in table.shards[name].columns}
     if present:
         _check_columns(settings, present)
-    bad.check(rows)
     if settings.shuffle:
         for listed in usable.values():
             listed.sort(key=lambda each: sha256(f"{seed}/{each.digest}".encode()).digest())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import struct
 import tempfile
 import zlib
@@ -217,3 +218,27 @@ def test_missing_datasets_library_names_install_command(monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     with refused("package_missing", "datasets", "armature-vla[huggingface]"):
         environment_of(args_of({"source": "owner/name", "revision": "0" * 40}))
+
+
+def test_one_error_names_rows_of_every_reason_in_order(tmp_path: Path) -> None:
+    """Images of files are checked after all else, and all the same they are in the same error; at most ten a reason."""
+    rows = rows_of(40)
+    write_images(tmp_path, rows)
+    for number in range(12, 36, 2):  # twelve rows
+        (tmp_path / rows[number]["image"]).unlink()
+    (tmp_path / rows[3]["image"]).write_text("not an image")
+    rows[5]["question"], rows[7]["answer"], rows[9]["image"] = None, "", 7
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with refused("rows_unusable", "16 of 40", "12 no_image") as caught:
+        list(
+            environment_of({"source": str(tmp_path / "rows.jsonl")}, split={"by": "hash", "heldout": 0.5}).tasks(
+                "train"
+            )
+        )
+    named = re.findall(r"rows.jsonl, row (\d+): (\w+): ", str(caught.value))
+    assert sorted(named[10:], key=lambda each: int(each[0])) == [
+        *(("3", "bad_image"), ("5", "no_text"), ("7", "no_answer"), ("9", "wrong_type")),
+    ]
+    assert len(named) == 14 and {reason for _, reason in named[:10]} == {"no_image"}
+    missing = [int(number) for number, _ in named[:10]]
+    assert missing == sorted(set(missing)) and set(missing) <= set(range(12, 36, 2))
