@@ -17,7 +17,7 @@ from armature.components.machine.project import project
 
 METRICS = (
     *("accuracy", "accuracy_low", "accuracy_high", "reward", "failed", "entropy", "mismatch_kl_max", "best/accuracy"),
-    "tasks/with_signal",
+    *("tasks/with_signal", "success", "success_low", "success_high", "heldout_loss", "action_error"),
 )
 """Metrics that `--metrics` writes, which `dvc metrics diff` then shows; the artifact has all."""
 

@@ -95,3 +95,9 @@ def test_dvc_lock_is_current_and_machine_independent():
             (path,) = measured
             (out,) = [each for each in stage["outs"] if each["path"] == path]
             assert hashlib.md5((ROOT / path).read_bytes()).hexdigest() == out["md5"]
+
+
+@pytest.mark.parametrize("stages", [("train-vlm", "evaluate"), ("train-vla", "evaluate-libero")])
+def test_dvc_compares_at_most_ten_numbers_of_a_recipe(stages):
+    rows = [key for stage in stages for key in json.loads((ROOT / f"data/{stage}-metrics.json").read_text())]
+    assert {"accuracy", "success"} & set(rows) and len(rows) <= 10
