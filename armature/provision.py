@@ -1,5 +1,7 @@
 """Set up a Prefect server for our flows: work pools, the GPU limit, an automation for dead runs, and deployments.
 
+Runs of this folder whose process was killed are closed.
+
 Run as a program with PREFECT_API_URL set (`python -m armature.provision [POOL ...]` with additional pools), so that the
 supervisor need not import Prefect. On Kubernetes, work pools get a job template, in which $NAME stands for an
 environment variable, and deployments name what their pod needs. Running it twice changes nothing.
@@ -26,6 +28,7 @@ from armature.components.contracts.files import regular
 from armature.components.machine.resources import gpu_count
 from armature.deployments import POOLS, deploy
 from armature.services import HEARTBEAT_SECONDS
+from armature.tasks.killed_runs import close_killed_runs
 
 JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
@@ -56,6 +59,7 @@ def main() -> int:
             client.create_work_pool(pool, overwrite=True)
         client.upsert_global_concurrency_limit_by_name("gpu", max(arguments.gpus or gpu_count(), 1))
         watch_for_dead_runs(client)
+        close_killed_runs(client)
         deploy(client)
     return 0
 

@@ -20,11 +20,18 @@ from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, ServerError
 from armature.components.contracts.installation import home_folder
 from armature.components.contracts.machine import Machine
-from armature.components.machine.private_files import private_folder
+from armature.components.machine.private_files import database_lock, private_folder
 from armature.components.machine.project import project
 from armature.components.viewer.address import viewer_address
 from armature.ports import PREFECT_PORT
-from armature.services import LOGS, free_port, prefect_environment, prefect_server, wait_until_ready
+from armature.services import (
+    LOGS,
+    PREFECT_DATABASE,
+    free_port,
+    prefect_environment,
+    prefect_server,
+    wait_until_ready,
+)
 
 if TYPE_CHECKING:
     from prefect import State
@@ -59,7 +66,7 @@ def prefect_api() -> Iterator[Callable[[], object] | None]:
 
     A running API is used if there is one, and None is yielded. Otherwise a server is started for this run alone. It
     shares its database with the platform, so that the run is on the dashboard afterwards. It starts while this process
-    imports the flow.
+    imports the flow. Runs of one folder start their servers one after the other, because each migrates the database.
 
     Raises:
         ServerError: the API does not answer, or rejects the auth string.
@@ -70,12 +77,17 @@ def prefect_api() -> Iterator[Callable[[], object] | None]:
     service = prefect_server(free_port(), with_pages=False)
     # This server has no pages. Links in stored reports are to the pages that `armature up` will serve.
     os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
-    server = service.start()
-    try:
-        yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
-    finally:
-        _drain_prefect_queues()
-        server.stop()
+    with ExitStack() as stack, ExitStack() as starting:
+        starting.enter_context(database_lock(PREFECT_DATABASE))
+        server = service.start()
+        stack.callback(server.stop)
+        stack.callback(_drain_prefect_queues)
+
+        def wait() -> None:
+            wait_until_ready(service, server, SERVER_SECONDS)
+            starting.close()
+
+        yield wait
 
 
 def check_api(url: str) -> None:
@@ -178,7 +190,7 @@ def _result(recipe: Recipe) -> list[str]:
         flow = _imported_flow(recipe.kind)
         if ready is not None:
             ready()
-        _provide_gpu_limit()
+        _prepare_server()
         from prefect import tags
 
         try:
@@ -231,15 +243,17 @@ def _lines(state: State[Any]) -> list[str]:
     return list(state.result() or ())
 
 
-def _provide_gpu_limit() -> None:
-    """Create Prefect's concurrency limit "gpu", which has one slot for each GPU of this machine.
+def _prepare_server() -> None:
+    """Close killed runs of this folder, and create Prefect's concurrency limit "gpu", as `armature up` does.
 
-    A stage holds a slot for each GPU that it uses. `armature up` creates the same limit.
+    The limit has one slot for each GPU of this machine. A stage holds a slot for each GPU that it uses.
     """
     from prefect.client.orchestration import get_client
 
     from armature.components.machine.resources import gpu_count
+    from armature.tasks.killed_runs import close_killed_runs
 
-    if count := gpu_count():
-        with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client:
+        close_killed_runs(client)
+        if count := gpu_count():
             client.upsert_global_concurrency_limit_by_name("gpu", count)

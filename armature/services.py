@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 
 from armature.components.contracts.errors import ConfigurationError, ServerError, keep_secret
 from armature.components.contracts.installation import home_folder
-from armature.components.machine.network import listener
+from armature.components.machine.network import listening_process
 from armature.components.machine.private_files import private_folder, sqlite_url, write_private
 from armature.components.machine.process import Program
 from armature.prefect_server import ALLOWED_HOSTS
 
 STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"
+LOCK = STATE / "platform.lock"
 AUTH_STRING = STATE / "prefect-auth-string"
+PREFECT_DATABASE, MLFLOW_DATABASE = STATE / "prefect/prefect.db", STATE / "mlflow.db"
 HEARTBEAT_SECONDS = 30
 """Seconds between two heartbeats of a flow run."""
 HOSTS = ("127.0.0.1", "localhost")
@@ -133,7 +138,7 @@ def prefect_server(port: int, with_pages: bool = True) -> Service:
 def _prefect_database() -> str:
     """Return the URL of the Prefect server's database: from the environment, or a SQLite file in `.armature`."""
     url = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
-    return url or sqlite_url(STATE / "prefect/prefect.db", "aiosqlite")
+    return url or sqlite_url(PREFECT_DATABASE, "aiosqlite")
 
 
 def mlflow_server(port: int) -> Service:
@@ -149,7 +154,7 @@ def mlflow_server(port: int) -> Service:
     command = (sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1")
     environment = {
         "DO_NOT_TRACK": "true",
-        "MLFLOW_BACKEND_STORE_URI": sqlite_url(STATE / "mlflow.db", "pysqlite"),
+        "MLFLOW_BACKEND_STORE_URI": sqlite_url(MLFLOW_DATABASE, "pysqlite"),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{host}:{port}" for host in HOSTS),
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": own_origins(port),
@@ -177,12 +182,35 @@ def refuse_taken_port(port: int, name: str) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
+            process = listening_process(port)
+            where, by, stop = f"127.0.0.1:{port}", "", ""
+            with suppress(psutil.Error):
+                if process is not None:
+                    where = f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+                    folders, above = platforms(), process.parents()
+                    if (folder := next((folders[each.pid] for each in above if each.pid in folders), None)) is not None:
+                        by = f" by the platform in {folder}"
+                        stop = f"stop that platform: cd {shlex.quote(str(folder))} && armature down; or "
             raise ServerError(
-                f"port {port} is in use, so {name} cannot start",
+                f"port {port} is in use{by}, so {name} cannot start",
                 code="port_in_use",
-                where=listener(port) or f"127.0.0.1:{port}",
-                remedy=f"`armature down` stops this folder's platform; or use another port: --{name}-port",
+                where=where,
+                remedy=f"{stop}use another port: --{name}-port",
             ) from error
+
+
+def platforms() -> dict[int, Path]:
+    """Return the folders in which platforms run on this machine, by the PIDs of their supervisors.
+
+    Platforms of other users are missing if the system hides the folders of their processes.
+    """
+    folders: dict[int, Path] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            folder = Path(process.cwd()) if "up" in process.cmdline() else None
+            if folder is not None and (folder / ".armature" / LOCK.name).read_text() == str(process.pid):
+                folders[process.pid] = folder
+    return folders
 
 
 def answers(url: str) -> bool:

@@ -24,18 +24,22 @@ from typing import TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from armature.components.contracts.errors import ConfigurationError, DataError, ServerError
-from armature.components.machine.private_files import private_folder, write_private
+from armature.components.machine.private_files import database_lock, private_folder, write_private
 from armature.components.machine.process import Program, program
 from armature.components.machine.resources import gpu_count
 from armature.deployments import without_worker
 from armature.services import (
     AUTH_STRING,
+    LOCK,
     LOGS,
+    MLFLOW_DATABASE,
+    PREFECT_DATABASE,
     STATE,
     Service,
     answers,
     auth_string,
     mlflow_server,
+    platforms,
     prefect_environment,
     prefect_server,
     runs_page,
@@ -43,7 +47,7 @@ from armature.services import (
     worker,
 )
 
-RECORD, LOCK = STATE / "platform.json", STATE / "platform.lock"
+RECORD = STATE / "platform.json"
 READY_SECONDS, STOP_SECONDS = 180.0, 60.0
 """Seconds until a program has to be ready, and until `armature down` kills a supervisor that does not stop."""
 
@@ -176,10 +180,11 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
     began = time.monotonic()
     for service in first:
         _say(f"{service.name:<16} starting      log: {service.log}")
-    children = {service.name: _enter(stack, service) for service in first}
-    for service in first:
-        wait_until_ready(service, children[service.name], READY_SECONDS)
-        _say(f"{service.name:<16} up after {time.monotonic() - began:.0f} s")
+    with database_lock(PREFECT_DATABASE), database_lock(MLFLOW_DATABASE):  # a run may be creating their tables now
+        children = {service.name: _enter(stack, service) for service in first}
+        for service in first:
+            wait_until_ready(service, children[service.name], READY_SECONDS)
+            _say(f"{service.name:<16} up after {time.monotonic() - began:.0f} s")
     _provision(platform)
     for service in workers:
         children[service.name] = _enter(stack, service)
@@ -259,7 +264,7 @@ def detach(arguments: list[str]) -> int:
 def down() -> int:
     """Stop the platform that runs in this folder and return the exit code. Platforms of other folders keep running."""
     if (pid := supervisor_pid()) is None:
-        _say("no platform is running here")
+        _say(f"no platform is running here{_elsewhere()}")
         if RECORD.exists():
             RECORD.unlink()
         return 0
@@ -272,6 +277,11 @@ def down() -> int:
     RECORD.unlink(missing_ok=True)
     _say("down")
     return 0
+
+
+def _elsewhere() -> str:
+    """Return a line for each platform of another folder of this machine, each after a line break."""
+    return "".join(f"\n  one runs in {folder} (process {pid})" for pid, folder in platforms().items())
 
 
 def environment() -> dict[str, str]:
@@ -298,7 +308,7 @@ def status() -> int:
     """Print which programs of the platform answer. Return exit code 1 if no platform runs in this folder, else 0."""
     platform = current()
     if platform is None:
-        _say("no platform is running here; `armature up` starts it")
+        _say(f"no platform is running here; `armature up` starts it{_elsewhere()}")
         return 1
     for name, url in (("flows", f"{platform.api_url}/health"), ("tracking", f"{platform.mlflow}/health")):
         _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "

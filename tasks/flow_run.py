@@ -18,6 +18,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.secrets import BLOCKS, BlockReference
 from armature.components.inference.own_servers import keep_servers
 from armature.tasks import mlflow_client as names
+from armature.tasks.killed_runs import alive
 from armature.tasks.logs import readable_errors
 from armature.tasks.mlflow_client import client, experiment_id
 from armature.tasks.prometheus import serve_metrics
@@ -79,6 +80,7 @@ def tracked_flow(recipe: Sections) -> Iterator[TrackedRun]:
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
     with (
+        alive(str(flow_run.id)),
         TagsContext(current_tags=set()),
         serve_metrics(machine.metrics, machine.store),
         keep_servers(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from sqlalchemy.exc import ArgumentError
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import home_folder
 from armature.components.contracts.secrets import without_passwords
-from armature.components.machine.private_files import sqlite_url
+from armature.components.machine.private_files import database_lock, sqlite_url
 from armature.tasks.patience import patiently
 
 STATE = home_folder() / ".armature"
@@ -86,8 +85,7 @@ def _alone(uri: str) -> Iterator[None]:
     if not database:
         yield
         return
-    with Path(database).with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with database_lock(Path(database)):
         if not Path(database).exists() or not Path(database).stat().st_size:
             from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

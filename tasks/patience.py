@@ -48,6 +48,8 @@ def patience(seconds: float) -> Iterator[None]:
 def patiently(uri: str, call: Callable[P, T]) -> Callable[P, T]:
     """Wrap a call to MLflow so that it is retried while MLflow, its database or its file store does not answer.
 
+    It is also made again, once, if another process inserted the same row into the database at the same time.
+
     Args:
         uri: MLflow's address, for messages.
         call: a function that calls MLflow.
@@ -62,11 +64,14 @@ def patiently(uri: str, call: Callable[P, T]) -> Callable[P, T]:
     """
 
     def calling(*args: P.args, **kwargs: P.kwargs) -> T:
-        began, warned = time.monotonic(), False
+        began, warned, raced = time.monotonic(), False, False
         while True:
             try:
                 answer = call(*args, **kwargs)
             except Exception as error:
+                if not raced and "IntegrityError" in str(error):
+                    raced = True  # another process inserted the same row first; now the call finds that row
+                    continue
                 if (trouble := _trouble(error)) is None:
                     raise
                 waited = time.monotonic() - began

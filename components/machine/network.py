@@ -18,14 +18,21 @@ if TYPE_CHECKING:
 # --- Listening programs and network interfaces ---
 
 
-def listener(port: int) -> str:
-    """Return name and PID of the program that listens on TCP port `port`; "" if no such program is visible."""
+def listening_process(port: int) -> psutil.Process | None:
+    """Return the process that listens on TCP port `port`, or None if no such process is visible."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
             if listens and connection.pid is not None:
-                process = psutil.Process(connection.pid)
-                return f"{process.name()} (process {process.pid}{', this one' * (process.pid == os.getpid())})"
+                return psutil.Process(connection.pid)
+    return None
+
+
+def listener(port: int) -> str:
+    """Return name and PID of the program that listens on TCP port `port`; "" if no such program is visible."""
+    with suppress(psutil.Error):
+        if (process := listening_process(port)) is not None:
+            return f"{process.name()} (process {process.pid}{', this one' * (process.pid == os.getpid())})"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import time
@@ -53,6 +54,25 @@ def private_database(path: Path) -> Path:
             with suppress(FileNotFoundError):
                 Path(f"{path}{name}").chmod(MODE)
     return path
+
+
+@contextmanager
+def database_lock(database: Path) -> Iterator[None]:
+    """Wait for the lock of an SQLite database, and hold it during the block.
+
+    It is held while tables are created or migrated, which two processes cannot do at the same time. The lock is the
+    file beside the database with the suffix .lock.
+
+    Raises:
+        DataError: the lock file cannot be written.
+    """
+    path = database.with_suffix(".lock")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sqlite_url(path: Path, driver: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,16 @@ def test_damaged_record_of_a_stopped_platform_is_ignored(damaged, tmp_path, arma
     assert armature("status").code == 1
     assert "no platform is running" in armature("env").stderr
     assert armature("down").code == 0 and not (tmp_path / ".armature/platform.json").exists()
+
+
+def test_port_of_a_foreign_process_is_refused_with_pid_and_command():
+    from armature.services import refuse_taken_port
+
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        with refused("port_in_use", f"process {os.getpid()}: ", "pytest", "--prefect-server-port"):
+            refuse_taken_port(foreign.getsockname()[1], "prefect-server")
 
 
 @pytest.mark.parametrize(

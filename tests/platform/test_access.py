@@ -22,6 +22,14 @@ from tests.platform.prefect_api import PrefectApi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRANGER = "http://attacker.example"
+HOLD = """
+import sys
+from armature.tasks.killed_runs import alive
+
+with alive(sys.argv[1]):
+    print("alive", flush=True)
+    input()
+"""
 FLOW = """
 from prefect import flow
 from armature.components.contracts.machine import Machine
@@ -60,11 +68,17 @@ class Up:
         deployed = self.shell("prefect --no-prompt deploy --all")
         assert deployed.returncode == 0, deployed.stdout + deployed.stderr
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "armature", *words]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+            command,
+            cwd=folder or self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
 
     def shell(self, line: str) -> subprocess.CompletedProcess[str]:
@@ -203,6 +217,39 @@ def test_second_platform_or_damaged_record_is_an_error(up):
     assert json.loads(whole)["prefect"] == up.prefect
     second = up.run("up")
     assert second.returncode == 2 and "already running" in second.stderr
+
+
+def test_up_and_down_name_the_folder_of_another_platform(up, tmp_path):
+    second = up.run("up", "--prefect-server-port", str(up.ports[0]), folder=tmp_path)
+    assert second.returncode == 1 and "port_in_use" in second.stderr
+    assert f"cd {up.folder} && armature down" in second.stderr
+    for words in (("down",), ("status",)):
+        assert str(up.folder) in up.run(*words, folder=tmp_path).stdout
+
+
+def test_up_closes_runs_of_killed_processes_of_this_host(up):
+    """A process that holds the lock of a flow run is killed. `armature up` runs the program that sets the server up."""
+    flow = up.api.post("/flows/", json={"name": "killed"}).json()["id"]
+    running = {"flow_id": flow, "state": {"type": "RUNNING", "name": "Running"}}
+    killed, living, elsewhere = (str(up.api.post("/flow_runs/", json=running).json()["id"]) for _ in range(3))
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=up.folder, env=environment, **pipes)
+        for run in (killed, living)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == b"alive\n"
+    processes[0].kill()
+    processes[0].wait()
+    (up.folder / f".armature/flow-runs/{elsewhere}.lock").write_text("another-host")
+    try:
+        done = up.shell("python -m armature.provision cpu of-my-own")
+        assert done.returncode == 0, done.stdout + done.stderr
+        states = [up.api.get(f"/flow_runs/{run}").json()["state_type"] for run in (killed, living, elsewhere)]
+        assert states == ["CRASHED", "RUNNING", "RUNNING"]
+    finally:
+        processes[1].communicate(b"\n")
 
 
 def test_platform_is_found_after_the_clock_changed(up):
