@@ -160,6 +160,8 @@ SHOWN = (
 metrics."""
 
 
+ACTION_ERROR, MEAN_ACTION = "action_error", "mean_action_error"
+"""Names of the errors on held-out episodes of a trained robot policy, and of always predicting the mean action."""
 MEASURES = ("accuracy", "success")
 """Names of the metrics by which checkpoints are compared. The first of these that an evaluation has is used."""
 
@@ -200,30 +202,34 @@ def report(
     for name, artifact in {**made, **evaluated}.items():
         lines += [f"{name:<16} {page.resolve().as_uri()}" for page in pages(artifact) if page.suffix == ".html"]
         lines.append(f"{name:<16} {artifact.digest}  {artifact.path}")
-    if promoted:
-        lines.append(f"{'candidate':<16} {promoted}")
-    text = "\n".join(f"- `{line}`" for line in lines)
+    candidate = [f"{'candidate':<16} {promoted}"] if promoted else []
+    text = "\n".join(f"- `{line}`" for line in [*lines, *candidate])
     create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
     trackers = [f"{tracker:<16} {place}" for place, tracker in provenance().trackers.items()]
     return [
         *lines,
         *trackers,
         f"{'MLflow':<16} {where_served(tracking.run_id, tracking.experiment)}",
+        *candidate,
         *_last_lines(findings, made),
     ]
 
 
 def _last_lines(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> list[str]:
-    """Return the lines that a run of a training ends with: the rate before and after, and the paths of its files.
+    """Return the lines that a run of a training ends with: what was measured before and after, and the files' paths.
 
-    The report is a copy of the training's `report.html` with the rates, in `.armature/reports`. A later run of the
-    recipe replaces it.
+    For a robot policy, the error of actions on held-out episodes is measured. The report is a copy of the training's
+    `report.html` with these numbers, in `.armature/reports`. A later run of the recipe replaces it.
     """
     figures = {}
     rates = [rate for finding in findings if finding.artifact and (rate := rate_of(finding.artifact))]
     if len(rates) > 1:
         (measure, before), (_, after) = rates[0], rates[-1]
         figures = {measure: f"{before} → {after}"}
+    if "training" in made and ACTION_ERROR in (values := numbers(made["training"])):
+        names = (f"{ACTION_ERROR}_before", ACTION_ERROR, MEAN_ACTION)
+        first, last, constant = (f"{values[name]:.4g}" for name in names)
+        figures[ACTION_ERROR] = f"{first} → {last}, {constant} of the mean action"
     lines = [f"{measure:<16} {change}" for measure, change in figures.items()]
     if (training := made.get("training")) is None or not (training.path / REPORT_FILE).is_file():
         return lines
@@ -263,8 +269,9 @@ def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Arti
 def promote_candidate(checkpoint: Artifact, registered_name: str, findings: Sequence[CheckpointResult]) -> str:
     """Point `models:/NAME@candidate` at the checkpoint, unless another checkpoint was evaluated as better.
 
-    The checkpoint is compared with the other findings (the model before training) and with the current candidate, if
-    that was evaluated on the same tasks with the same settings.
+    A robot policy has to be at least as good as always predicting the mean action, if held-out episodes measured both.
+    The checkpoint is also compared with the other findings (the model before training) and with the current candidate,
+    if that was evaluated on the same tasks with the same settings.
 
     Args:
         checkpoint: the trained checkpoint.
@@ -276,6 +283,10 @@ def promote_candidate(checkpoint: Artifact, registered_name: str, findings: Sequ
     """
     model = find_model(checkpoint.digest)
     assert model is not None, "the stage that made a checkpoint logs it"
+    errors = numbers(checkpoint)
+    if ACTION_ERROR in errors and not errors[ACTION_ERROR] <= errors[MEAN_ACTION]:  # nor if it is NaN
+        error, constant = (f"{errors[key]:.4g}" for key in (ACTION_ERROR, MEAN_ACTION))
+        return f"stays where it is: {ACTION_ERROR} {error} after training, {constant} of the mean action"
     if not findings:
         return promote(model, registered_name, checkpoint)
     *others, own = [(finding.name, numbers(finding.artifact)) for finding in findings if finding.artifact]

@@ -2,7 +2,8 @@
 
 A file may extend a base file, and its tables are merged over the tables of the base: `extends = "base.toml"` is a path
 relative to the file, `extends = "train-vlm/colors"` names an installed recipe, and
-`extends = {file = "base.toml", sections = ["model"]}` inherits only the listed sections.
+`extends = {file = "base.toml", sections = ["model"]}` inherits only the listed sections, and
+`extends = {file = "base.toml", without = ["evaluation"]}` all but the listed sections and settings.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     It does not inherit the description and `evaluation.kind_field` either, because both are about the environment.
 
     Raises:
-        ConfigurationError: a file is missing, is not TOML, or extends itself.
+        ConfigurationError: a file is missing, is not TOML, extends itself, or omits a key that it does not inherit.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve would fail at a link to itself)
     if path in seen:
@@ -97,7 +97,29 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         )
     inherited = read_toml(extended, (*seen, path))
     chosen = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
+    for name in base.without:
+        chosen = _without_inherited(chosen, name, f"{path}, extends.without")
     return merge(_without_other_environment(chosen, values), values)
+
+
+def _without_inherited(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return the inherited `values` without the section or setting whose dotted key is `name`.
+
+    Raises:
+        ConfigurationError: there is no such key; the nearest one is suggested.
+    """
+    if name not in (keys := list(_dotted_keys(values))):
+        remedy = suggestion(name, [key for key in keys if key.count(".") == name.count(".")])
+        raise ConfigurationError(f"{name!r} is not inherited", code="not_inherited", where=where, remedy=remedy)
+    return merge(values, parse_override(f"{name}="))
+
+
+def _dotted_keys(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted key of every table and value in nested tables, for example "policy" and "policy.tiny"."""
+    for key, value in values.items():
+        yield key
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{inner}" for inner in _dotted_keys(value))
 
 
 def _without_other_environment(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +145,13 @@ def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 class Extends(Settings):
     """Write extends = "base.toml", or extends = {file = "base.toml", sections = ["model"]}.
 
-    In place of a file, also an installed recipe: extends = "train-vlm/colors".
+    In place of a file, also an installed recipe: extends = "train-vlm/colors". Sections and settings that are not
+    wanted: extends = {file = "train-vla/tiny", without = ["evaluation", "policy.tiny.seed"]}.
     """
 
     file: str
     sections: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod

@@ -133,6 +133,27 @@ def test_empty_override_removes_setting_or_section():
         load_recipe("train-vlm/colors", ["trainer.max_steps="])
 
 
+def test_inherited_sections_and_settings_can_be_left_out(tmp_path):
+    left_out = ["demonstrations", "layout", "simulator", "evaluation", "training.heldout.frames", "policy.tiny"]
+    (tmp_path / "own.toml").write_text(
+        f"flow = 'train-vla'\nextends = {{file = 'train-vla/tiny', without = {left_out}}}\n"
+        "dataset.path = 'robot'\npolicy.tiny.seed = 3\n"
+    )
+    values, base = read_toml(tmp_path / "own.toml"), read_toml(CONFIGS / "train-vla/tiny.toml")
+    assert base["policy"]["tiny"].keys() >= {"corpus", "initializer_range"}
+    assert values["policy"]["tiny"] == {"seed": 3}, "its own table has nothing of the inherited one"
+    assert values["training"]["heldout"] == {"fraction": 0.15, "every": 200}
+    sections = load_recipe(tmp_path / "own.toml").sections
+    assert sections.keys() == {"policy", "statistics", "training", "machine", "dataset"}
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("evaluaton", "evaluation"), ("training.heldot", "training.heldout")])
+def test_left_out_names_have_to_be_inherited(tmp_path, name, nearest):
+    (tmp_path / "own.toml").write_text(f"extends = {{file = 'train-vla/tiny', without = ['{name}']}}")
+    with refused("not_inherited", name, nearest, "extends.without", kind=ConfigurationError):
+        load_recipe(tmp_path / "own.toml")
+
+
 def test_unknown_names_suggest_the_nearest():
     with refused("unknown_recipe", "train-vlm/colors"):
         load_recipe("train-vlm/colrs")

@@ -153,6 +153,28 @@ def test_worse_checkpoint_does_not_replace_the_candidate(recipe):
     assert otherwise == "models:/train-vlm.custom@candidate" and accuracy() != 0.75
 
 
+def test_policy_worse_than_the_mean_action_does_not_become_the_candidate(recipe, tmp_path):
+    from armature.flows.train_vla import train_vla
+    from armature.tasks.mlflow_client import client
+
+    (tmp_path / "data/meta").mkdir(parents=True)
+    (tmp_path / "data/meta/info.json").write_text("{}")
+
+    def train(seed: int) -> list[str]:
+        """Train a policy with an action error of 0.5 plus the seed, beside 0.75 of the mean action."""
+        overrides = (f"dataset.path={tmp_path / 'data'}", f"training.seed={seed}")
+        lines = train_vla(**recipe("train-vla/own-robot-tiny", *overrides).sections, return_state=True).result()
+        return [" ".join(line.split()) for line in lines]
+
+    worse = train(1)
+    assert "candidate stays where it is: action_error 1.5 after training, 0.75 of the mean action" in worse[-5:]
+    assert "action_error 1.25 → 1.5, 0.75 of the mean action" in worse[-5:]
+    assert not client().search_registered_models()
+    assert "candidate models:/train-vla.custom@candidate" in train(0)[-5:]
+    train(2)
+    assert str(client().get_model_version_by_alias("train-vla.custom", "candidate").version) == "1"
+
+
 def test_warm_start_comes_before_rl_and_is_in_the_lineage(recipe):
     from armature.flows.train_vlm import train_vlm
     from armature.tasks.lineage import lineage

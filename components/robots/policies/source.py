@@ -26,6 +26,15 @@ POLICY = CheckpointKind(
     no_revision="set the commit that the checkpoint's page shows under its history: policy.revision, "
     "policy.checkpoint_revision for a base, or policy.action_tokenizer_revision",
 )
+OF_CHECKPOINTS = ("path", "checkpoint_path", "revision", "checkpoint_revision", "norm_tag")
+"""Settings that are about an existing checkpoint, and so contradict `policy.tiny`."""
+MULTIPLES = (
+    ("hidden_size", "heads", 2),  # rotary embeddings turn pairs of dimensions
+    ("heads", "key_value_heads", 1),
+    ("vision_hidden_size", "vision_heads", 1),
+    ("expert_hidden_size", "expert_heads", 1),
+)
+"""Sizes of a tiny policy: the first setting has to be a multiple of the second one, times the factor."""
 POLICY_WITHOUT_WEIGHTS = replace(POLICY, content=frozenset(), files={"allow_patterns": ["*.json", "*.jinja", "*.txt"]})
 
 
@@ -56,9 +65,8 @@ def policy_source(settings: RobotPolicySettings) -> str:
     """Return the folder or hub name of the policy's checkpoint; "" for a tiny policy.
 
     Raises:
-        ConfigurationError: no source or more than one is set, or a tiny policy executes more actions than it predicts.
+        ConfigurationError: no source or more than one is set, or the settings of a tiny policy contradict each other.
     """
-    sources = {"path": settings.path, "checkpoint_path": settings.checkpoint_path}
     if settings.tiny is None:
         if source := settings.path or settings.checkpoint_path:
             return project_source(source)
@@ -68,13 +76,22 @@ def policy_source(settings: RobotPolicySettings) -> str:
             where="policy",
             remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
         )
-    if other := next((name for name, value in sources.items() if value is not None), None):
+    if other := next((name for name in OF_CHECKPOINTS if getattr(settings, name) is not None), None):
         raise ConfigurationError(
-            f"policy.tiny and policy.{other} both name a policy",
+            f"policy.tiny makes a policy, and policy.{other} is about an existing one",
             code="policy_ambiguous",
             where=f"policy.tiny, policy.{other}",
-            remedy="set only one of them",
+            remedy=f"set only one of them; to drop an inherited one: extends = {{ file = ..., without = "
+            f'["policy.{other}"] }}, or --set policy.{other}=',
         )
+    for total, part, factor in MULTIPLES:
+        if (size := getattr(settings.tiny, total)) % (factor * (count := getattr(settings.tiny, part))):
+            raise ConfigurationError(
+                f"{total} = {size} is not a multiple of {factor * count}",
+                code="invalid_tiny_sizes",
+                where=f"policy.tiny.{total}, policy.tiny.{part} = {count}",
+                remedy=f"set policy.tiny.{total} to a multiple",
+            )
     if settings.n_action_steps > settings.chunk_size:
         raise ConfigurationError(
             f"n_action_steps is {settings.n_action_steps}, but only {settings.chunk_size} actions are predicted",

@@ -193,11 +193,19 @@ def test_defaults_of_advantage_and_reward() -> None:
     [
         (["policy.tiny=", "policy.path=", "policy.checkpoint_path="], "policy_missing"),
         (["policy.tiny={}", "policy.path=mine"], "policy_ambiguous"),
+        (["policy.tiny={}", "policy.checkpoint_path=", "policy.revision=main"], "policy_ambiguous"),
+        (["policy.tiny={}", "policy.checkpoint_path=", "policy.revision=", "policy.norm_tag=a"], "policy_ambiguous"),
+        (["policy.tiny.heads=5", "policy.checkpoint_path=", "policy.revision="], "invalid_tiny_sizes"),
+        (
+            ["policy.tiny={heads=4, key_value_heads=3}", "policy.checkpoint_path=", "policy.revision="],
+            "invalid_tiny_sizes",
+        ),
         (
             [
                 "policy.tiny={}",
                 "policy.path=",
                 "policy.checkpoint_path=",
+                "policy.revision=",
                 "policy.chunk_size=4",
                 "policy.n_action_steps=5",
             ],
