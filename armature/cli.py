@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from armature.commands import models, platform, recipes, results, store
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
+from armature.components.contracts.installation import DISTRIBUTION, installation_error, installed_version
 
 GROUPS = {
     "Recipes": ("init", "list", "check", "plan", "show", "run", "view"),
@@ -49,8 +50,6 @@ for group in (recipes, results, models, platform, store):
 def _print_version(asked: bool) -> None:
     """Print the version and exit, if the user asked for it with `--version`."""
     if asked:
-        from armature.components.contracts.installation import DISTRIBUTION, installed_version
-
         print(f"armature {installed_version()} ({DISTRIBUTION}, Python {python_version()})")
         raise typer.Exit
 
@@ -76,6 +75,11 @@ def main() -> None:
     except ArmatureError as error:
         _print_error(error)
         sys.exit(1)
+    except (ImportError, RuntimeError, OSError) as error:
+        if (problem := installation_error(error)) is None:
+            raise
+        _print_error(problem)
+        sys.exit(2)
 
 
 def _print_error(error: ArmatureError) -> None:

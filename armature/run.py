@@ -18,7 +18,7 @@ from armature import supervisor
 from armature.check import check_ahead
 from armature.components.configuration import Recipe
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, ServerError
-from armature.components.contracts.installation import home_folder
+from armature.components.contracts.installation import home_folder, installation_error
 from armature.components.contracts.machine import Machine
 from armature.components.machine.private_files import database_lock, private_folder
 from armature.components.machine.project import project
@@ -239,6 +239,8 @@ def _lines(state: State[Any]) -> list[str]:
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
             raise error
+        if (problem := installation_error(error)) is not None:
+            raise problem
         raise ArmatureError(str(state.message), code="run_failed", remedy="the log has the traceback")
     return list(state.result() or ())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.installation import installation_error
 
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
@@ -14,6 +15,8 @@ class _ReadableFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if error is not None and not isinstance(error, ArmatureError):
+            error = installation_error(error)
         if isinstance(error, ArmatureError):
             record.msg, record.args = f"{error}", ()
             record.exc_info, record.exc_text = None, None

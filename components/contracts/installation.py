@@ -1,11 +1,15 @@
-"""The installed package and its folders, and the home folder of runs. Standard library only."""
+"""The installed package, its folders and requirements, and the home folder of runs. Standard library only."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import traceback
 from contextlib import suppress
 from pathlib import Path
+
+from armature.components.contracts.errors import ConfigurationError
 
 # --- The home folder of runs, which holds `.armature` and `.venv-vllm` ---
 #
@@ -92,6 +96,71 @@ def installed_commit() -> str:
 def install_command(extra: str) -> str:
     """Return the pip command that installs the packages of the extra `extra`."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _extras() -> dict[str, str]:
+    """Return the extra of each module that the distribution requires; "" for the requirements without an extra."""
+    from importlib.metadata import requires
+
+    extras: dict[str, str] = {}
+    for requirement in requires(DISTRIBUTION) or ():
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
+        extras.setdefault(_IMPORTED.get(name, name).replace("-", "_").lower(), extra[1] if extra else "")
+    return extras
+
+
+_IMPORTED = {"hf-libero": "libero", "pillow": "pil"}
+"""Module, in lower case, of each required distribution whose module has another name."""
+
+
+def installation_error(error: BaseException) -> ConfigurationError | None:
+    """Return the error that tells a user how to repair the installation, if this exception was raised by an import.
+
+    A module that is not installed has the code `package_missing`. A required package whose import fails has the code
+    `package_broken`: a torchvision that was built for another torch raises RuntimeError or OSError. None is returned
+    for every other exception, missing modules of Armature itself included.
+
+    Example:
+        >>> installation_error(ModuleNotFoundError("No module named 'av'", name="av")).remedy
+        "pip install 'armature-vla[datasets]'"
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    is_import = isinstance(error, ImportError | RuntimeError) or (isinstance(error, OSError) and error.errno is None)
+    if not is_import:
+        return None
+    extras = _extras()
+    for each in reversed(chain):  # transformers raises errors of its own from those of the packages that it imports
+        top = each.name or "" if isinstance(each, ModuleNotFoundError) else ""
+        if top.lower() in extras:  # a missing submodule, with a dot in its name, is a broken package
+            extra = extras[top.lower()]
+            remedy = install_command(extra) if extra else f"pip install {DISTRIBUTION}"
+            return ConfigurationError(
+                f"the package {top} is not installed", code="package_missing", where=top, remedy=remedy
+            )
+    for each in reversed(chain):
+        module = ((each.name or "") if isinstance(each, ImportError) else "").partition(".")[0]
+        frames = [frame for frame, _ in traceback.walk_tb(each.__traceback__) if frame.f_code.co_name == "<module>"]
+        tops = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames] + [module]
+        broken = next((top for top in reversed(tops) if top.lower() in extras), None)
+        if broken is not None:
+            packages = "torch torchvision" if broken in ("torch", "torchvision") else broken
+            return ConfigurationError(
+                f"the package {broken} cannot be imported: {each}",
+                code="package_broken",
+                where=broken,
+                remedy=f"pip install --force-reinstall {packages}",
+            )
+    top = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not top or top in ("armature", "components", "flows", "tasks"):
+        return None
+    return ConfigurationError(
+        f"the package {top} is not installed", code="package_missing", where=top, remedy=f"pip install {top}"
+    )
 
 
 def server_environment() -> Path:

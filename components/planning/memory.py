@@ -72,9 +72,13 @@ def gpu_memory(name: str) -> float:
     """Return the bytes of memory of a GPU that is named as in `GPUS`, or by its size, such as 24GiB.
 
     Raises:
-        ConfigurationError: the name is unknown.
+        ConfigurationError: the name is unknown, or the size is not a positive number of GiB.
     """
-    size = re.fullmatch(r"(\d+) ?GiB", name)
+    size = re.fullmatch(r"([1-9]\d*) ?GiB", name)
+    if size is None and name[:1].isdigit():
+        raise ConfigurationError(
+            f"{name!r} is not a size of a GPU", code="gpu_unknown", where="--gpu", remedy="whole GiB, such as 24GiB"
+        )
     return int(size[1]) * float(GIB) if size else gpu_named(name).memory
 
 

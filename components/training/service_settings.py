@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from armature.components.contracts import errors
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, TrainerError
+from armature.components.contracts.installation import installation_error
 from armature.components.contracts.machine import Machine
 from armature.components.machine.registry import Registry
 from armature.components.training.processes import TrainerProcesses
@@ -27,6 +28,7 @@ class FatalServiceError(Exception):
 
 def describe(error: BaseException) -> dict[str, str]:
     """Return an error as JSON: its class, message, traceback and, for an `ArmatureError`, code, place and remedy."""
+    error = installation_error(error) or error
     document = {
         "class": type(error).__name__,
         "what": f"{type(error).__name__}: {error}",
@@ -36,6 +38,7 @@ def describe(error: BaseException) -> dict[str, str]:
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, ArmatureError):
+        document |= {"class": type(error).__name__}
         document |= {"what": error.what, "code": error.code, "where": error.where, "remedy": error.remedy}
     return document
 
