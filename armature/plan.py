@@ -23,7 +23,11 @@ def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
     The memory is compared with the GPU called `gpu`. If `gpu` is None, it is compared with this machine's GPUs, or with
     common GPU sizes if this machine lacks the GPUs that the recipe names. The list is empty for a recipe without a
     trainer and a policy.
+
+    Raises:
+        ConfigurationError: the GPU is unknown.
     """
+    size = gpu_memory(gpu) if gpu is not None else None  # a wrong name is an error even if the memory is unknown
     try:
         memory = memory_of(recipe)
     except ArmatureError as error:  # not fatal here: the check of the model itself raises it again
@@ -31,8 +35,8 @@ def memory_lines(recipe: Recipe, gpu: str | None) -> list[str]:
     if memory is None:
         return []
     machine, gpus = recipe.machine, recipe.machine.gpus_of_trainer
-    if gpu is not None:
-        return replace(memory, on_gpu=True).lines(gpu_memory(gpu), f"an {gpu}" if gpu in GPUS else "a GPU")
+    if size is not None:
+        return replace(memory, on_gpu=True).lines(size, f"an {gpu}" if gpu in GPUS else "a GPU")
     if not memory.on_gpu:
         return memory.lines(psutil.virtual_memory().available, "this machine, which are free")
     if torch.cuda.is_available() and max(gpus) < torch.cuda.device_count() and not machine.trainer_bundle:

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from armature.components.configuration import load_recipe
-from armature.components.planning.memory import gpu_memory
 from armature.components.vlm.memory import GIB
 from armature.plan import memory_lines, memory_of, plan_recipe
 from benchmarks.model_sizes import config_of
@@ -94,4 +93,4 @@ def test_unknown_memory_does_not_end_the_check():
 @pytest.mark.parametrize("name", ["80GB", "80", "24gib", "0GiB", "-1GiB", "1.5GiB"])
 def test_rejects_sizes_of_gpus_that_are_not_whole_gib(name):
     with refused("gpu_unknown", "--gpu"):
-        gpu_memory(name)
+        memory_lines(load_recipe(COLORS, ("model.source=./nowhere", "model.tiny=")), name)
