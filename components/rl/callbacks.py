@@ -72,7 +72,10 @@ class TrainerEvents(TerminalEvents):
         """Show a progress bar on a terminal, and print a line of metrics for every `log_every_steps`-th step."""
         if self._lines is None or name != TRAINING:
             super().progress(name, done, total, **postfix)
-        every = self._config.log_every_steps
+        else:
+            self._lines.line(name, done, total, postfix)  # rollouts then need no line at their end
+        chosen = self._lines is None or "log_every_steps" in self._config.model_fields_set
+        every = self._config.log_every_steps if chosen else 1
         if name == TRAINING and postfix and (done % every == 0 or done in (1, total)):
             self.message(f"Step {done}/{total}: " + ", ".join(f"{key}={value:.4g}" for key, value in postfix.items()))
 

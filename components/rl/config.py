@@ -172,7 +172,7 @@ class MultimodalRLConfig(BaseModel):
     sync_to_vllm_every: NonNegativeInt = 1
     """Number of steps between weight updates of the server; 0: never."""
     log_every_steps: PositiveInt = 10
-    """Number of steps between printed lines of metrics."""
+    """Number of steps between printed lines of metrics. Without a terminal, so without a bar, the default is 1."""
 
     def __init__(self, **options: Any) -> None:
         for name in options:
