@@ -31,6 +31,7 @@ def check_recipe(recipe: Recipe, configuration_only: bool, gpu: str | None = Non
     Args:
         configuration_only: check settings and the machine, and run no stage.
         gpu: compare the memory that the recipe needs with this GPU's, see `gpu_memory`; None: with this machine's GPUs.
+            A machine without a GPU is then not checked.
         with_settings: also check that the settings of the recipe act.
 
     Raises:
@@ -50,6 +51,10 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None, with_setti
 
         for line in memory_lines(recipe, gpu):
             print(line)
+    if gpu is not None and not gpu_count():
+        recipe.values.refuse_ahead()
+        print("machine: not checked, because it has no GPU")
+        return
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
     if machine.cluster:

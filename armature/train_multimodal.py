@@ -97,7 +97,7 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
     layout = parse(arguments)
     server_gpus = divide_gpus(layout)
     environment = {"env_id": layout.env.id, "env_args": layout.env.args}
-    config = MultimodalRLConfig(processes=max(1, layout.trainer.gpus), **environment, **layout.trainer.args)
+    config = MultimodalRLConfig(**{"processes": max(1, layout.trainer.gpus)} | environment | layout.trainer.args)
 
     from armature.components.models.source import locate
     from armature.components.rl.trainer import MultimodalGRPOTrainer

@@ -69,6 +69,11 @@ def test_invalid_input_is_an_error_without_traceback(arguments, code, output, ar
     assert output in done.stderr and "Traceback" not in done.stderr
 
 
+def test_estimate_for_a_named_gpu_needs_none_here(armature):
+    done = armature("check", "train-vlm/colors", "--machine", "trainer.gpus=[0]", "--gpu", "24GiB")
+    assert done.code == 0 and "24.0 GiB" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize(
     ("arguments", "output"),
