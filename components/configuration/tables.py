@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             remedy=f'write extends = "{installed}"' + ', and the flow: flow = "train-vlm"' * ("flow" not in values),
         )
     inherited = read_toml(extended, (*seen, path))
+    for name in base.sections or ():
+        _refuse_not_inherited(name, list(inherited), f"{path}, extends.sections")
     chosen = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
     for name in base.without:
         chosen = _without_inherited(chosen, name, f"{path}, extends.without")
@@ -108,10 +110,14 @@ def _without_inherited(values: Mapping[str, Any], name: str, where: str) -> dict
     Raises:
         ConfigurationError: there is no such key; the nearest one is suggested.
     """
-    if name not in (keys := list(_dotted_keys(values))):
+    _refuse_not_inherited(name, list(_dotted_keys(values)), where)
+    return merge(values, parse_override(f"{name}="))
+
+
+def _refuse_not_inherited(name: str, keys: Sequence[str], where: str) -> None:
+    if name not in keys:
         remedy = suggestion(name, [key for key in keys if key.count(".") == name.count(".")])
         raise ConfigurationError(f"{name!r} is not inherited", code="not_inherited", where=where, remedy=remedy)
-    return merge(values, parse_override(f"{name}="))
 
 
 def _dotted_keys(values: Mapping[str, Any]) -> Iterator[str]:

@@ -147,10 +147,17 @@ def test_inherited_sections_and_settings_can_be_left_out(tmp_path):
     assert sections.keys() == {"policy", "statistics", "training", "machine", "dataset"}
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("evaluaton", "evaluation"), ("training.heldot", "training.heldout")])
-def test_left_out_names_have_to_be_inherited(tmp_path, name, nearest):
-    (tmp_path / "own.toml").write_text(f"extends = {{file = 'train-vla/tiny', without = ['{name}']}}")
-    with refused("not_inherited", name, nearest, "extends.without", kind=ConfigurationError):
+@pytest.mark.parametrize(
+    ("key", "name", "nearest"),
+    [
+        ("without", "evaluaton", "evaluation"),
+        ("without", "training.heldot", "training.heldout"),
+        ("sections", "polcy", "policy"),
+    ],
+)
+def test_named_sections_and_settings_have_to_be_inherited(tmp_path, key, name, nearest):
+    (tmp_path / "own.toml").write_text(f"extends = {{file = 'train-vla/tiny', {key} = ['{name}']}}")
+    with refused("not_inherited", name, nearest, f"extends.{key}", kind=ConfigurationError):
         load_recipe(tmp_path / "own.toml")
 
 
