@@ -271,7 +271,7 @@ def test_port_of_a_foreign_process_is_refused_with_pid_and_command():
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        with refused("port_in_use", f"process {os.getpid()}: ", "pytest", "--prefect-server-port"):
+        with refused("port_in_use", f"process {os.getpid()}: ", sys.executable, "--prefect-server-port"):
             refuse_taken_port(foreign.getsockname()[1], "prefect-server")
 
 
