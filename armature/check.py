@@ -53,7 +53,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None, with_setti
             print(line)
     if gpu is not None and not gpu_count():
         recipe.values.refuse_ahead()
-        print("machine: not checked, because it has no GPU")
+        print("machine: not checked, because --gpu names a GPU that it does not have")
         return
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
@@ -67,6 +67,7 @@ def _check(recipe: Recipe, configuration_only: bool, gpu: str | None, with_setti
         for line in share_of_gpus(recipe, machine):
             print(line)
     if configuration_only:
+        print("the data and the model: not read; leave out --configuration-only")
         return
     inputs = {name: run_stage(name, settings, {}, machine) for name, settings in first.items()}
     if not with_settings:

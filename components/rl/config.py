@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,7 @@ If rollouts_per_step is not a multiple of it, the greatest common divisor of the
 WITHOUT_USE = {
     "vllm_server_group_port": "the server reloads weights from a folder, so there is no port for them",
     "report_to": "it is an argument of MultimodalGRPOTrainer, beside config",
+    "beta": "the objective mask_ratio has no KL penalty",
 }
 """Options of similar trainers that would have no effect here, each with the reason."""
 NAMES_FROM_TRL = {
@@ -47,6 +49,26 @@ NAMES_FROM_TRL = {
     "per_device_train_batch_size": "micro_batch_size",
 }
 """Options of TRL's `GRPOConfig` and the nearest option here, where their names have little in common."""
+
+ARGUMENTS_FROM_TRL = {
+    "args": "config=MultimodalRLConfig(...)",
+    "processing_class": "tokenizer=",
+    "peft_config": "config=MultimodalRLConfig(lora={'rank': 16}), or a model object with adapters",
+}
+"""Arguments of TRL's trainers, with what to pass to `MultimodalGRPOTrainer` instead."""
+
+
+def refuse_unknown_arguments(names: Iterable[str]) -> None:
+    """Raise ConfigurationError if there are names: `MultimodalGRPOTrainer` has no such arguments."""
+    for name in names:
+        option = NAMES_FROM_TRL.get(name, name if name in MultimodalRLConfig.model_fields else "")
+        instead = ARGUMENTS_FROM_TRL.get(name) or (f"config=MultimodalRLConfig({option}=...)" if option else "")
+        raise ConfigurationError(
+            f"MultimodalGRPOTrainer has no argument {name!r}",
+            code="unknown_argument",
+            where="MultimodalGRPOTrainer",
+            remedy=f"pass {instead}" if instead else "its docstring and docs/from-trl.md list the arguments",
+        )
 
 
 class _RolloutSettings(RolloutSettings):

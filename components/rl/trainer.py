@@ -40,7 +40,7 @@ from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, locate
 from armature.components.rl.callbacks import TrainerEvents, TrainingResult
-from armature.components.rl.config import MultimodalRLConfig
+from armature.components.rl.config import MultimodalRLConfig, refuse_unknown_arguments
 from armature.components.rl.data import WrittenData, WrittenParts, program_data, refuse_other_data, tasks_twice
 from armature.components.rl.evaluations import HeldoutSet
 from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model
@@ -117,7 +117,8 @@ class MultimodalGRPOTrainer:
         report_to: trackers that receive metrics, options and rollouts: `tensorboard`, `trackio`, `wandb`.
 
     Raises:
-        ConfigurationError: both `config` and `train_dataset` are missing, or rewards and data do not fit.
+        ConfigurationError: `config` and `train_dataset` are missing, rewards and data do not fit, or an argument is
+            unknown.
 
     Example:
         result = MultimodalGRPOTrainer(model, reward_funcs="exact_match", train_dataset=rows, eval_fraction=0.1).train()
@@ -140,7 +141,9 @@ class MultimodalGRPOTrainer:
         server: str | None = None,
         callbacks: Any = (),
         report_to: str | Sequence[str] | None = (),
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_arguments(unknown)
         check_model(model, tokenizer)
         self._data = program_data(
             train_dataset, eval_dataset, eval_fraction, reward_funcs, reward_weights, prompt, dataset_weights

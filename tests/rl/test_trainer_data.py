@@ -293,6 +293,9 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
         ("dataset_missing", (), {"reward_funcs": letters}),
         ("unknown_tracker", ("wandbb",), {"train_dataset": rows(), "reward_funcs": letters, "report_to": "wandbb"}),
         ("reward_missing", ("0 rewards",), {"train_dataset": rows()}),
+        ("unknown_argument", ("'args'", "config="), {"args": 1}),
+        ("unknown_argument", ("rollouts_per_example",), {"num_generations": 8}),
+        ("unknown_argument", ("'lr'",), {"lr": 1e-3}),
         (
             "lora_of_object",
             ("Linear",),
