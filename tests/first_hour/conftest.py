@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -82,9 +83,12 @@ class Command:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         hidden = {"COLUMNS", "LINES", "PYTEST_CURRENT_TEST", "NO_COLOR"}
         environment = {name: value for name, value in os.environ.items() if name not in hidden} | variables
-        self._process = subprocess.Popen(
-            words, cwd=folder, env=environment, preexec_fn=lambda: os.login_tty(terminal), close_fds=False
-        )
+
+        def own_terminal() -> None:
+            os.login_tty(terminal)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell in the background would have it ignored
+
+        self._process = subprocess.Popen(words, cwd=folder, env=environment, preexec_fn=own_terminal, close_fds=False)
         os.close(terminal)
         self._output = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
