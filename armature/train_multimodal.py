@@ -109,7 +109,7 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
-    """Return the numbers of the GPUs that the server uses, which come after those of the trainer.
+    """Return the numbers of the server's GPUs. The trainer has the GPUs before them.
 
     The result is empty if this machine has no GPU.
 

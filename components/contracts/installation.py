@@ -134,7 +134,7 @@ def installation_error(error: BaseException) -> ConfigurationError | None:
     if not is_import:
         return None
     extras = _extras()
-    for each in reversed(chain):  # transformers raises errors of its own from those of the packages that it imports
+    for each in reversed(chain):  # the last error is that of the package; transformers raises its own from it
         top = each.name or "" if isinstance(each, ModuleNotFoundError) else ""
         if top.lower() in extras:  # a missing submodule, with a dot in its name, is a broken package
             extra = extras[top.lower()]

@@ -25,7 +25,7 @@ MOST_REPEATED = 100
 
 
 class PartSettings(EnvironmentSettings):
-    """An environment of a mixture, with its weight. The seed and `evaluation_args` are those of the mixture."""
+    """An environment of a mixture and its weight. The mixture sets the seed and `evaluation_args` of all of them."""
 
     weight: PositiveFloat = 1.0
     """Share of the training tasks that are from this environment, relative to the weights of the others."""

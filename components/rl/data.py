@@ -175,7 +175,7 @@ class WrittenData:
 
     @property
     def played(self) -> dict[str, Any]:
-        """What the tasks and rewards depend on, besides the rows and the code of the rewards."""
+        """The settings on which tasks and rewards depend. Rows and the code of rewards are not among them."""
         settings = self.settings.model_dump(mode="json", exclude={"source", "reserved_tokens"})
         return settings | {"weights": list(self.data.weights)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +55,13 @@ def _thread_times() -> Mapping[Thread, tuple[int, int]]:
     return times
 
 
-def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
+def rollout_metrics(outputs: GenerateOutputs, environments: Collection[str] = ()) -> dict[str, float]:
     """Return metrics of rollouts: rewards, lengths in tokens, times in seconds, truncation and failures.
 
-    Rewards and their parts are means over rollouts; a part that a rollout does not have counts as 0. The rollouts of a
-    mixture also have the mean reward and the number of rollouts of each environment.
+    Rewards and their parts are means over rollouts; a part that a rollout does not have counts as 0.
+
+    Args:
+        environments: names of a mixture's environments. Each also has the mean reward and the number of its rollouts.
     """
     planned = len(outputs.trajectories) + len(outputs.failures)
     counts = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
@@ -88,7 +90,7 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
     }
     rewarded: dict[str, list[float]] = defaultdict(list)
     for trajectory in outputs.trajectories:
-        if trajectory.task_id.startswith(f"{trajectory.environment}/"):  # true of a mixture's tasks
+        if trajectory.environment in environments:
             rewarded[trajectory.environment].append(trajectory.reward)
     return merged(
         counts=counts,

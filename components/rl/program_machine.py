@@ -64,7 +64,7 @@ def default_processes() -> int:
 def serving(machine: Machine, weights: Path, most_images: int) -> tuple[Machine, ServerSettings]:
     """Return the machine with servers that the training starts, and their settings.
 
-    Each GPU after those of the trainer has a server. If none is left, a server shares the trainer's GPU.
+    The first GPUs train, and each other GPU has a server. A single GPU does both.
 
     Args:
         machine: the machine with the trainer's ranks.

@@ -19,6 +19,7 @@ from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
 from armature.components.inference.replies import Endpoint
@@ -129,7 +130,7 @@ class RLRun(TrainingRun):
 
     def _build(self, step: int, rollouts: Artifact) -> tuple[BuiltBatch[Sample], dict[str, str]]:
         outputs = read_rollouts(rollouts.path)
-        self._rollout_metrics[step] = rollout_metrics(outputs)
+        self._rollout_metrics[step] = self._metrics_of(outputs)
         if step in self.skipped:
             self.context.events.message(f"the batch of step {step} is skipped, as machine.skip_batches says")
             return BuiltBatch([], Counter(batch_skipped=len(outputs.trajectories)), {"batch/skipped": 1.0}), {}
@@ -173,7 +174,7 @@ class RLRun(TrainingRun):
 
     def _numbers(self, step: int) -> dict[str, float]:
         if (metrics := self._rollout_metrics.pop(step, None)) is None:  # an earlier attempt built the batch
-            metrics = rollout_metrics(read_rollouts(self._made(self.ROLLOUTS, step).path))
+            metrics = self._metrics_of(read_rollouts(self._made(self.ROLLOUTS, step).path))
         return metrics | {"machine/servers": float(len(self.pool.replicas))}
 
     def _refuse_disagreement(self) -> None:
@@ -198,6 +199,10 @@ class RLRun(TrainingRun):
         if warning := no_signal(outputs.trajectories, self.settings.batches):
             self.context.events.message(warning)
         return agreement
+
+    def _metrics_of(self, outputs: GenerateOutputs) -> dict[str, float]:
+        environment = self.parts.environment
+        return rollout_metrics(outputs, environment.parts if isinstance(environment, EnvironmentMixture) else ())
 
     def preflight_tasks(self) -> list[Task]:
         """Return the tasks of the pre-flight, one for each group."""

@@ -38,7 +38,6 @@ def describe(error: BaseException) -> dict[str, str]:
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, ArmatureError):
-        document |= {"class": type(error).__name__}
         document |= {"what": error.what, "code": error.code, "where": error.where, "remedy": error.remedy}
     return document
 

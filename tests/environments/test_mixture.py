@@ -70,7 +70,7 @@ def test_heldout_tasks_are_listed_once_in_turn() -> None:
 
 
 def test_each_environment_plays_by_its_own_rules(tmp_path: Path) -> None:
-    """Turns, system prompt, and weights of equally named rewards are those of the environment that plays the task."""
+    """An episode has the turns and the reward weights of its own environment, also where rewards have equal names."""
     made = make_environment(mixture(colors=COLORS, recall=RECALL))
     assert isinstance(made, EnvironmentMixture)
     strict = EnvironmentMixture(made.parts | {"dear": MixturePart(colors(2, correct_weight=5.0))})
@@ -99,7 +99,7 @@ def test_each_environment_plays_by_its_own_rules(tmp_path: Path) -> None:
         if each.environment in ("colors", "dear"):
             best = 5.0 if each.environment == "dear" else 1.0
             assert each.reward == best * (of_task[each.task_id].payload["task"]["payload"]["color"] == "red")
-    metrics = rollout_metrics(outputs)
+    metrics = rollout_metrics(outputs, strict.parts)
     for name, values in rewards.items():
         assert metrics[f"reward_of/{name}"] == pytest.approx(sum(values) / len(values))
         assert metrics[f"rollouts_of/{name}"] == len(values)

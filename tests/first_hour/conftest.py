@@ -151,7 +151,7 @@ class Newcomer:
         return Command((*program, *words), self.folder, self.variables)
 
     def types(self, *words: str, code: int = 0) -> Command:
-        """Run a command to its end, check its exit code, and save a picture of the terminal."""
+        """Run a command to its end, check its exit code, and save an image of the terminal."""
         command = self.starts(*words)
         ended = command.end()
         self.photographs(command, words[0].removesuffix(".py"))
@@ -164,10 +164,10 @@ class Newcomer:
         text = self._file(f"{name}.txt")
         text.write_text("\n".join(lines) + "\n")
         wrapped = [line[at : at + COLUMNS] for line in lines for at in range(0, len(line) or 1, COLUMNS)]
-        picture = Image.new("RGB", (8 * COLUMNS + 32, 17 * len(wrapped) + 32), "#16181d")
+        image = Image.new("RGB", (8 * COLUMNS + 32, 17 * len(wrapped) + 32), "#16181d")
         font = ImageFont.truetype(FONT, 13)
-        ImageDraw.Draw(picture).multiline_text((16, 12), "\n".join(wrapped), fill="#d8dee9", font=font, spacing=4)
-        picture.save(text.with_suffix(".png"))
+        ImageDraw.Draw(image).multiline_text((16, 12), "\n".join(wrapped), fill="#d8dee9", font=font, spacing=4)
+        image.save(text.with_suffix(".png"))
 
     @contextmanager
     def opens(self, address: str) -> Iterator[Any]:
@@ -198,15 +198,15 @@ def newcomer(request, tmp_path) -> Iterator[Newcomer]:
     """A newcomer in an empty folder. At the end the number of lines that they wrote is printed, and saved."""
     folder = tmp_path / "work"
     folder.mkdir()
-    pictures = Path(os.environ.get("ARMATURE_SCREENSHOTS") or tmp_path / "screenshots")
-    pictures.mkdir(parents=True, exist_ok=True)
+    screenshots = Path(os.environ.get("ARMATURE_SCREENSHOTS") or tmp_path / "screenshots")
+    screenshots.mkdir(parents=True, exist_ok=True)
     name = request.node.name.removeprefix("test_")
-    for old in pictures.glob(f"{name}-*"):
+    for old in screenshots.glob(f"{name}-*"):
         old.unlink()
-    person = Newcomer(name, folder, pictures)
+    person = Newcomer(name, folder, screenshots)
     began = time.monotonic()
     yield person
     report = f"{name}: {person.lines} lines written, {time.monotonic() - began:.0f} s"
     report = "\n".join([report, *(f"$ {command}" for command in person.commands)])
     print(report)
-    (pictures / f"{name}-lines.txt").write_text(report + "\n")
+    (screenshots / f"{name}-lines.txt").write_text(report + "\n")

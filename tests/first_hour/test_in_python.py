@@ -101,7 +101,7 @@ def test_script_from_trl_learns_dice(newcomer: Newcomer, tiny_model: Path) -> No
 
 
 def as_page(cells: list[dict[str, Any]]) -> str:
-    """Return a page that shows the notebook as a person sees it, for the picture."""
+    """Return a page that shows the notebook as a person sees it, for the screenshot."""
     parts = []
     for cell in cells:
         parts.append(f"<pre style='background:#f2f2f2'>{escape(''.join(cell['source']))}</pre>")
