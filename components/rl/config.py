@@ -118,7 +118,7 @@ class MultimodalRLConfig(BaseModel):
 
     processes: PositiveInt | None = None
     """Number of ranks that train, each on one of the first GPUs. Several share the weights of a model that is given by
-    name. By default one, or half of the GPUs if the training starts its servers."""
+    name. By default one, or half of the GPUs if the training starts its servers; if all train, each GPU also serves."""
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of the weights, {"rank": 16}, for a model that is given by name."""
     batch_size: PositiveInt = 512

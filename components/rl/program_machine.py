@@ -64,27 +64,17 @@ def default_processes() -> int:
 def serving(machine: Machine, weights: Path, most_images: int) -> tuple[Machine, ServerSettings]:
     """Return the machine with servers that the training starts, and their settings.
 
-    The first GPUs train, and each other GPU has a server. A single GPU does both.
+    The first GPUs train, and each other GPU has a server. If all train, each GPU does both.
 
     Args:
         machine: the machine with the trainer's ranks.
         weights: folder of the model.
         most_images: largest number of images in a prompt, if known, otherwise 0.
-
-    Raises:
-        ConfigurationError: several ranks leave no GPU to serve.
     """
     gpus, ranks = gpu_count(), machine.trainer.processes
-    if gpus and gpus == ranks > 1:
-        raise ConfigurationError(
-            f"processes = {ranks} leaves no GPU for a server",
-            code="too_few_gpus",
-            where="MultimodalRLConfig",
-            remedy=f"set processes = {ranks - 1}, or pass the URL of a running server",
-        )
-    free = tuple((number,) for number in range(ranks, gpus))
+    free = range(ranks, gpus)
     shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus and not free else {}
-    servers = MachineServers(gpus=free or ((0,),) * gpus, arguments=shared)
+    servers = MachineServers(gpus=tuple((number,) for number in free or range(gpus)), arguments=shared)
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if gpus else "float32"
     served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
     images = {"max_images_per_prompt": max(served.max_images_per_prompt, most_images)}

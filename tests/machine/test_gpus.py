@@ -13,7 +13,7 @@ from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.machine import Machine, available_cpus
 from armature.components.inference.command import server_environment
 from armature.components.machine.resources import gpu_count, visible_devices
-from armature.components.rl.program_machine import default_processes, serving, with_ranks
+from armature.components.rl.program_machine import SHARED_GPU, default_processes, serving, with_ranks
 from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
 from tests.builders import make_machine
@@ -112,8 +112,9 @@ def test_gpus_of_a_script_are_divided_between_ranks_and_servers(driver, tmp_path
     machine, served = serving(half, tmp_path, most_images=20)
     assert machine.servers.gpus == tuple((number,) for number in range(count // 2, count))
     assert (served.max_model_len, served.max_images_per_prompt) == (4096, 20)
-    with refused("too_few_gpus", f"processes = {count}"):
-        serving(with_ranks(Machine(), count), tmp_path, 0)
+    machine, _ = serving(with_ranks(Machine(), count), tmp_path, 0)
+    assert machine.servers.gpus == tuple((number,) for number in range(count))
+    assert machine.servers.arguments == {"gpu_memory_utilization": SHARED_GPU}
     with refused("too_few_gpus", f"processes = {count + 1}"):
         with_ranks(Machine(), count + 1)
 
