@@ -23,6 +23,7 @@ from armature.components.contracts.machine import Machine, MachineLimits, Machin
 from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.registry import suggestion
+from armature.components.machine.resources import gpu_count
 from armature.components.models.settings import LoraSettings
 from armature.components.rl.settings import LoopSettings, PreflightSettings
 from armature.components.rollouts.settings import BatchSettings, GroupMean, RolloutSettings
@@ -156,9 +157,9 @@ class MultimodalRLConfig(BaseModel):
     """The backend that computes log-probs; triton needs a GPU."""
     torch_compile: bool = False
     """Compile the model's layers with torch.compile, which takes a minute or two."""
-    bf16: bool = False
-    """Compute matrix products in bf16; the trained weights stay fp32. A model that is given by name is also loaded and
-    published in bf16."""
+    bf16: bool = Field(default_factory=lambda: gpu_count() > 0)
+    """Compute matrix products in bf16; the trained weights stay fp32. A model that is given by name is also loaded,
+    published and served in bf16. By default it is so on GPUs."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. "auto" does so if a model that is given by name needs
     it to fit in memory. The numbers are the same either way."""

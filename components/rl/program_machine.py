@@ -61,7 +61,7 @@ def default_processes() -> int:
     return max(1, gpu_count() // 2)
 
 
-def serving(machine: Machine, weights: Path, most_images: int) -> tuple[Machine, ServerSettings]:
+def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tuple[Machine, ServerSettings]:
     """Return the machine with servers that the training starts, and their settings.
 
     The first GPUs train, and each other GPU has a server. If all train, each GPU does both.
@@ -70,12 +70,13 @@ def serving(machine: Machine, weights: Path, most_images: int) -> tuple[Machine,
         machine: the machine with the trainer's ranks.
         weights: folder of the model.
         most_images: largest number of images in a prompt, if known, otherwise 0.
+        bf16: whether the weights are served in bf16, as they are trained, and not in fp32.
     """
     gpus, ranks = gpu_count(), machine.trainer.processes
     free = range(ranks, gpus)
     shared: dict[str, Scalar] = {"gpu_memory_utilization": SHARED_GPU} if gpus and not free else {}
     servers = MachineServers(gpus=tuple((number,) for number in free or range(gpus)), arguments=shared)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if gpus else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if bf16 else "float32"
     served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
     images = {"max_images_per_prompt": max(served.max_images_per_prompt, most_images)}
     return machine.model_copy(update={"servers": servers}), served.model_copy(update=images)

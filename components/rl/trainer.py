@@ -205,7 +205,7 @@ class MultimodalGRPOTrainer:
         weights = locate(self._source.source, self._source.revision)
         if self._server == "auto":
             most_images = self._rows.most_images if self._rows else 0
-            self.machine, self.served = serving(self.machine, weights, most_images)
+            self.machine, self.served = serving(self.machine, weights, most_images, config.bf16)
         torch.manual_seed(config.seed)
         network, tokenizer = self._loaded(model, tokenizer, processes)
         tqdm.write("Initializing MultimodalGRPOTrainer")

@@ -13,6 +13,7 @@ from armature.components.contracts.cluster import ClusterSettings
 from armature.components.contracts.machine import Machine, available_cpus
 from armature.components.inference.command import server_environment
 from armature.components.machine.resources import gpu_count, visible_devices
+from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.program_machine import SHARED_GPU, default_processes, serving, with_ranks
 from armature.components.training.processes import TrainerProcesses
 from armature.train_multimodal import MultimodalFile, divide_gpus
@@ -109,12 +110,13 @@ def test_gpus_of_a_script_are_divided_between_ranks_and_servers(driver, tmp_path
     count = gpu_count()
     half = with_ranks(Machine(), default_processes())
     assert half.trainer.gpus == tuple(range(count // 2))
-    machine, served = serving(half, tmp_path, most_images=20)
+    machine, served = serving(half, tmp_path, most_images=20, bf16=True)
     assert machine.servers.gpus == tuple((number,) for number in range(count // 2, count))
-    assert (served.max_model_len, served.max_images_per_prompt) == (4096, 20)
-    machine, _ = serving(with_ranks(Machine(), count), tmp_path, 0)
+    assert (served.max_model_len, served.max_images_per_prompt, served.dtype) == (4096, 20, "bfloat16")
+    machine, served = serving(with_ranks(Machine(), count), tmp_path, 0, bf16=False)
     assert machine.servers.gpus == tuple((number,) for number in range(count))
-    assert machine.servers.arguments == {"gpu_memory_utilization": SHARED_GPU}
+    assert (machine.servers.arguments, served.dtype) == ({"gpu_memory_utilization": SHARED_GPU}, "float32")
+    assert MultimodalRLConfig().bf16
     with refused("too_few_gpus", f"processes = {count + 1}"):
         with_ranks(Machine(), count + 1)
 
