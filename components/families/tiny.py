@@ -214,6 +214,12 @@ _GEMMA = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
 )
+_SMOL = (
+    "{{ '<|im_start|>' }}{%- for message in messages -%}"
+    "{{ message['role'] | capitalize + ':' }}{{ render(message['content']) }}{{ '<end_of_utterance>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}"
+)
 
 
 def chatml(image: str) -> str:
@@ -234,6 +240,11 @@ def mistral(image: str) -> str:
 def gemma(image: str) -> str:
     """Chat template of Gemma3; a system message is a turn of its own."""
     return _template(image, _GEMMA)
+
+
+def smol(image: str) -> str:
+    """Chat template of Idefics3 and SmolVLM."""
+    return _template(image, _SMOL)
 
 
 def _template(image: str, body: str) -> str:
