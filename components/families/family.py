@@ -132,6 +132,7 @@ FAMILIES = _Families(
         "mistral3": "armature.components.families.pixtral:MISTRAL3",
         "internvl": "armature.components.families.internvl:INTERNVL",
         "idefics3": "armature.components.families.smolvlm:IDEFICS3",
+        "smolvlm": "armature.components.families.smolvlm:SMOLVLM",
         "gemma3": "armature.components.families.gemma3:GEMMA3",
         "molmo2": "armature.components.families.molmo2:MOLMO2",
     },

@@ -1,12 +1,13 @@
 """The families Idefics3 and SmolVLM: an image is encoded in tiles and, after them, as a whole.
 
-The first SmolVLM checkpoints are Idefics3 models; SmolVLM2 has a `model_type` of its own.
+The first SmolVLM checkpoints are Idefics3 models; SmolVLM2 has a `model_type` of its own, and takes videos.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from armature.components.families.family import COMPONENTS, Family, ImageInputs
 from armature.components.families.joins import Features, pad_cat
@@ -40,6 +41,22 @@ VOCABULARY = TinyVocabulary(
         "end_of_utterance_token": "<end_of_utterance>",
     },
 )
+
+
+def make_num2words_optional() -> None:
+    """Let transformers build a SmolVLM processor without the package num2words.
+
+    The processor spells numbers of video frames with it, and refuses to be built without it. Servers do the same, see
+    `armature_served.num2words`.
+    """
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if processing_smolvlm.num2words is None:
+        processing_smolvlm.num2words = _refuse_video
+
+
+def _refuse_video(number: int) -> NoReturn:
+    raise ImportError("videos of SmolVLM need the package num2words: pip install num2words")
 
 
 def _cat_tiles(parts: Sequence[Tensor], features: Sequence[Features]) -> Tensor:
@@ -94,6 +111,20 @@ def _idefics3_processor(settings: TinySettings, tokenizer: Any) -> Any:
     )
 
 
+def _smolvlm_processor(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+    make_num2words_optional()
+    side = {"longest_edge": settings.image_side}
+    return SmolVLMProcessor(
+        SmolVLMImageProcessor(**_sizes(settings)),
+        tokenizer,
+        SmolVLMVideoProcessor(size=side, max_image_size=side, fps=1, num_frames=8),
+        image_seq_len=_tokens_per_tile(settings),
+        chat_template=tokenizer.chat_template,
+    )
+
+
 IDEFICS3 = Family(
     name="idefics3",
     model_type="idefics3",
@@ -108,4 +139,11 @@ IDEFICS3 = Family(
         feature_token=".image_token", joins={"pixel_values": _cat_tiles, "pixel_attention_mask": _cat_tiles}
     ),
     tiny=TinyRecipe(VOCABULARY, smol("<image>"), _config("Idefics3Config"), _idefics3_processor),
+)
+SMOLVLM = replace(
+    IDEFICS3,
+    name="smolvlm",
+    model_type="smolvlm",
+    wrap_classes=("LlamaDecoderLayer", "SmolVLMEncoderLayer"),
+    tiny=TinyRecipe(VOCABULARY, smol("<image>"), _config("SmolVLMConfig"), _smolvlm_processor),
 )

@@ -27,6 +27,7 @@ from armature.components.artifacts.tensors import new_checkpoint_folder, read_te
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
+from armature.components.families.smolvlm import make_num2words_optional
 from armature.components.models.attention import apply_image_attention, check_image_attention
 from armature.components.models.flash import is_installed
 from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
@@ -112,6 +113,7 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
     Raises:
         DataError: the processor cannot be loaded, or takes no images because it is only a tokenizer.
     """
+    make_num2words_optional()
     options = local_code_options(settings.trust_remote_code)
     remedy = "add the model's processor files to the folder; if they need code from the checkpoint, trust it by "
     remedy += "model.trust_remote_code = true"

@@ -17,6 +17,7 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
+from transformers.models.smolvlm import processing_smolvlm
 
 from armature.components.contracts.errors import DataError
 from armature.components.families.family import COMPONENTS, FAMILIES
@@ -44,6 +45,15 @@ def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor
         tokenize=False,
     )
     return dict(processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt"))
+
+
+def test_smolvlm_refuses_only_videos_without_num2words(checkpoint, monkeypatch, images):
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    processor = load_processor(checkpoint("smolvlm"), SETTINGS)
+    assert "pixel_values" in _inputs(processor, images)
+    frames = torch.zeros(1, 4, 3, 40, 40, dtype=torch.uint8)
+    with pytest.raises(ImportError, match="num2words"):
+        processor(text=["<video>"], videos=frames, return_tensors="pt")
 
 
 def _backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> set[str]:

@@ -22,7 +22,7 @@ from tests.refusals import refused
 
 NOT_INFERABLE = {
     "molmo2": "image_token_pooling",  # indices into a batch
-    "idefics3": "pixel_values",  # the tiles of all images are joined along dim 1
+    **dict.fromkeys(("idefics3", "smolvlm"), "pixel_values"),  # the tiles of all images are joined along dim 1
 }
 """Families whose image inputs cannot be inferred from their processor, with the output that is the reason."""
 

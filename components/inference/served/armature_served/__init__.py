@@ -12,9 +12,11 @@ def register() -> None:
 
     from .images import encode_one_by_one
     from .literal_folders import take_folders_literally
+    from .num2words import make_num2words_optional
     from .tied_head import share_the_embedding
 
     ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")
     share_the_embedding()
     encode_one_by_one()
     take_folders_literally()
+    make_num2words_optional()
