@@ -52,7 +52,8 @@ class Family:
         placeholder: the configuration's attribute with the id of the token that an image feature replaces.
         image_tokens: all tokens that stand for images or videos, which must never be sampled.
         wrap_classes: classes of the blocks that FSDP shards and gradient checkpointing recomputes one by one.
-        vision_model_type: the vision configuration's `model_type`, if several families share `model_type`.
+        vision_model_type, text_model_type: `model_type` of the vision and of the text configuration, if several
+            families share `model_type`.
         image_attention: True if image tokens attend in both directions unless the configuration's `is_mm_prefix_lm` is
             False.
         served_adapters: components whose adapters vLLM (0.32) applies as they are trained.
@@ -77,6 +78,7 @@ class Family:
     image_tokens: tuple[str, ...]
     wrap_classes: tuple[str, ...]
     vision_model_type: str | None = None
+    text_model_type: str | None = None
     image_attention: bool = False
     served_adapters: tuple[Component, ...] = ("language",)
     whole_tower: bool = False
@@ -131,6 +133,7 @@ FAMILIES = _Families(
         "pixtral": "armature.components.families.pixtral:PIXTRAL",
         "mistral3": "armature.components.families.pixtral:MISTRAL3",
         "internvl": "armature.components.families.internvl:INTERNVL",
+        "internvl3.5": "armature.components.families.internvl:INTERNVL3_5",
         "idefics3": "armature.components.families.smolvlm:IDEFICS3",
         "smolvlm": "armature.components.families.smolvlm:SMOLVLM",
         "gemma3": "armature.components.families.gemma3:GEMMA3",
@@ -150,10 +153,10 @@ def family_of(config: Any) -> Family:
         'qwen2.5-vl'
     """
     model_type = config if isinstance(config, str) else config.model_type
-    vision = None if isinstance(config, str) else getattr(getattr(config, "vision_config", None), "model_type", None)
+    vision, text = (getattr(getattr(config, f"{part}_config", None), "model_type", None) for part in ("vision", "text"))
     candidates = [family for family in FAMILIES.values() if family.model_type == model_type]
-    for family in sorted(candidates, key=lambda family: family.vision_model_type is None):
-        if family.vision_model_type in (None, vision):
+    for family in sorted(candidates, key=lambda family: family.vision_model_type is family.text_model_type is None):
+        if family.vision_model_type in (None, vision) and family.text_model_type in (None, text):
             return family
     raise ConfigurationError(
         f"no model family has the model_type {model_type!r}",

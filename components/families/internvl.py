@@ -1,7 +1,8 @@
-"""The family InternVL: an image is cut into tiles with equal numbers of tokens."""
+"""The families InternVL3 and InternVL3.5: an image is cut into tiles with equal numbers of tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from armature.components.families.family import LANGUAGE, Family, ImageInputs
@@ -32,6 +33,7 @@ VOCABULARY = TinyVocabulary(
 )
 DOWNSAMPLE = 0.5  # factor of pixel shuffle on each side
 MAX_TILES = 4
+HEAD = 64  # width of an attention head of Qwen3, which need not be the hidden size divided by the heads
 
 
 def _tokens_per_tile(settings: TinySettings) -> int:
@@ -54,6 +56,14 @@ def _config(settings: TinySettings, tokenizer: Any) -> Any:
         downsample_ratio=DOWNSAMPLE,
         tie_word_embeddings=settings.tie_embeddings,
     )
+
+
+def _config_3_5(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Qwen3Config
+
+    config = _config(settings, tokenizer)
+    config.text_config = Qwen3Config(**text_sizes(settings, tokenizer), head_dim=HEAD)
+    return config
 
 
 def _processor(settings: TinySettings, tokenizer: Any) -> Any:
@@ -80,4 +90,11 @@ INTERNVL = Family(
     wrap_classes=("Qwen2DecoderLayer", "InternVLVisionLayer"),
     images=ImageInputs(feature_token=".image_token", joins={"pixel_values": cat}),  # tiles of all images
     tiny=TinyRecipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config, _processor),
+)
+INTERNVL3_5 = replace(
+    INTERNVL,
+    name="internvl3.5",
+    text_model_type="qwen3",
+    wrap_classes=("Qwen3DecoderLayer", "InternVLVisionLayer"),
+    tiny=TinyRecipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config_3_5, _processor),
 )

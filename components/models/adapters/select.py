@@ -206,7 +206,8 @@ def _config(model: Any) -> dict[str, Any]:
     if model not in FAMILIES:
         return {"model_type": model}
     family = FAMILIES[model]
-    return {"model_type": family.model_type, "vision_config": {"model_type": family.vision_model_type}}
+    parts = {"vision_config": family.vision_model_type, "text_config": family.text_model_type}
+    return {"model_type": family.model_type} | {part: {"model_type": kind} for part, kind in parts.items()}
 
 
 def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
@@ -222,8 +223,11 @@ def _spec(config: dict[str, Any], processor: Any) -> ImageInputs:
 
 def _name(config: dict[str, Any]) -> str:
     """Name of the family of a configuration; its `model_type` if the family is unknown."""
-    vision = SimpleNamespace(model_type=config.get("vision_config", {}).get("model_type"))
+    parts = {
+        part: SimpleNamespace(model_type=config.get(part, {}).get("model_type"))
+        for part in ("vision_config", "text_config")
+    }
     try:
-        return family_of(SimpleNamespace(model_type=config["model_type"], vision_config=vision)).name
+        return family_of(SimpleNamespace(model_type=config["model_type"], **parts)).name
     except ConfigurationError:
         return str(config["model_type"])
