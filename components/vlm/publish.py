@@ -231,7 +231,7 @@ class Publisher:
             stored = state.get(name)
             key = None if stored is None or not stored.numel() else (_address(stored), stored.shape)
             shared = name if key is None else first.setdefault(key, name)
-            weights[name] = weights[shared] if shared in weights else take(value).to(self._dtypes[name])
+            weights[name] = weights[shared] if shared in weights else take(value.to(self._dtypes[name]))
         return weights
 
 
