@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from armature.components.contracts.errors import ConfigurationError
@@ -57,6 +57,8 @@ class Family:
         image_attention: True if image tokens attend in both directions unless the configuration's `is_mm_prefix_lm` is
             False.
         served_adapters: components whose adapters vLLM (0.32) applies as they are trained.
+        served_entries: entries of `config.json`, as "part.name", with the value that vLLM needs, or None for any value.
+            Without them vLLM does not start, or computes another model. transformers does not need them.
         whole_tower: True if the model uses only the final output of its vision tower. transformers records no hidden
             states of the layers of a tower that FSDP wraps.
         embeds_features: True if image features only replace the embeddings of their tokens; False if later layers or
@@ -81,6 +83,7 @@ class Family:
     text_model_type: str | None = None
     image_attention: bool = False
     served_adapters: tuple[Component, ...] = ("language",)
+    served_entries: Mapping[str, object] = field(default_factory=dict)
     whole_tower: bool = False
     embeds_features: bool = True
     images: ImageInputs | None = None
@@ -136,6 +139,7 @@ FAMILIES = _Families(
         "internvl3.5": "armature.components.families.internvl:INTERNVL3_5",
         "idefics3": "armature.components.families.smolvlm:IDEFICS3",
         "smolvlm": "armature.components.families.smolvlm:SMOLVLM",
+        "glm4v": "armature.components.families.glm4v:GLM4V",
         "gemma3": "armature.components.families.gemma3:GEMMA3",
         "molmo2": "armature.components.families.molmo2:MOLMO2",
     },

@@ -220,6 +220,12 @@ _SMOL = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}"
 )
+_GLM = (
+    "{{ '[gMASK]<sop>' }}{%- for message in messages -%}"
+    "{{ '<|' + message['role'] + '|>\\n' }}{{ render(message['content']) }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+)
 
 
 def chatml(image: str) -> str:
@@ -245,6 +251,11 @@ def gemma(image: str) -> str:
 def smol(image: str) -> str:
     """Chat template of Idefics3 and SmolVLM."""
     return _template(image, _SMOL)
+
+
+def glm(image: str) -> str:
+    """Chat template of GLM. An answer ends where the next turn begins, with `<|user|>`."""
+    return _template(image, _GLM)
 
 
 def _template(image: str, body: str) -> str:

@@ -11,6 +11,7 @@ from armature.components.artifacts.tensors import Tensors, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.machine import Machine, Scalar, available_cpus
+from armature.components.families.family import FAMILIES
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.network import loopback
@@ -215,8 +216,8 @@ def server_command(
 
     Raises:
         DataError: `model` is not a checkpoint.
-        ConfigurationError: `machine.servers.arguments` has a reserved argument, vLLM would attend to images differently
-            from the checkpoint, or it cannot serve the adapters or the quantization.
+        ConfigurationError: `machine.servers.arguments` has a reserved argument, vLLM would compute another model than
+            the checkpoint's, or it cannot serve the adapters or the quantization.
     """
     arguments: dict[str, Scalar] = {
         "model": str(model),
@@ -249,6 +250,7 @@ def server_command(
             "enable-chunked-prefill": False,
             "max-num-batched-tokens": max(8192, settings.max_model_len),
         }
+    _check_entries(model)
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
     if settings.quantization is not None:
@@ -276,6 +278,29 @@ def server_command(
     for name, value in arguments.items():
         command += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
     return command
+
+
+def _check_entries(model: Path) -> None:
+    """Check that `config.json` has what vLLM needs of the model's family; see `Family.served_entries`.
+
+    Raises:
+        ConfigurationError: an entry is missing or has another value.
+    """
+    config = read_config(model)
+    entries = [family.served_entries for family in FAMILIES.values() if family.model_type == config.get("model_type")]
+    for path, needed in (entry for each in entries for entry in each.items()):
+        part, name = path.split(".")
+        values = config.get(part)
+        value = values.get(name) if isinstance(values, Mapping) else None
+        if value is None or needed not in (None, value):
+            raise ConfigurationError(
+                f"vLLM does not compute this model as transformers does if {path} is {json.dumps(value)}",
+                code="served_entry_missing",
+                where=str(model / "config.json"),
+                remedy="write the value of the released checkpoint into the file"
+                + (f": {json.dumps(needed)}" if needed is not None else "")
+                + ". transformers leaves the entry out of a new configuration",
+            )
 
 
 def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:

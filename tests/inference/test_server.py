@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from armature.components.contracts.machine import Machine, MachineServers
+from armature.components.families.family import FAMILIES
 from armature.components.inference import host
 from armature.components.inference.command import ServedAdapters, server_command, server_environment
 from armature.components.inference.host import free_port
@@ -123,6 +124,22 @@ def test_rejects_image_attention_that_vllm_lacks(model_type, tmp_path, checkpoin
     with refused("server_not_ready"):
         start(tmp_path, with_images_both_ways(folder, model_type=model_type, is_mm_prefix_lm=False), machine)
     assert (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "entry"),
+    [("glm4v", "text_config", {"attention_bias": False}), ("glm4v", "text_config", {})],
+    ids=["other value", "missing"],
+)
+def test_rejects_config_without_what_vllm_needs(family, part, entry, checkpoint):
+    folder = checkpoint("a")
+    (folder / "config.json").write_text(json.dumps({"model_type": family, part: entry}))
+    ((path, needed),) = FAMILIES[family].served_entries.items()
+    with refused("served_entry_missing", folder / "config.json", path):
+        server_command(folder, SETTINGS, Machine(), port=1, gpus=())
+    part, name = path.split(".")
+    (folder / "config.json").write_text(json.dumps({"model_type": family, part: {name: needed or 1}}))
+    server_command(folder, SETTINGS, Machine(), port=1, gpus=())
 
 
 def test_text_only_server_may_be_causal(checkpoint):

@@ -44,7 +44,7 @@ def start(folder: str) -> LLM:
         enable_chunked_prefill=False,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        limit_mm_per_prompt={"image": 4},
+        limit_mm_per_prompt={"image": 4, "video": 0},
         num_gpu_blocks_override=512,
     )
 
