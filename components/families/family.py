@@ -131,6 +131,7 @@ FAMILIES = _Families(
         "qwen2-vl": "armature.components.families.qwen:QWEN2_VL",
         "qwen2.5-vl": "armature.components.families.qwen:QWEN2_5_VL",
         "qwen3-vl": "armature.components.families.qwen:QWEN3_VL",
+        "qwen3.5": "armature.components.families.qwen:QWEN3_5",
         "llava": "armature.components.families.llava:LLAVA",
         "llava-next": "armature.components.families.llava:LLAVA_NEXT",
         "pixtral": "armature.components.families.pixtral:PIXTRAL",

@@ -1,4 +1,4 @@
-"""The families Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, and positions in three dimensions."""
+"""The families Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size, and positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -77,20 +77,65 @@ def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
     return Qwen3VLConfig(
         text_config=text_sizes(settings, tokenizer)
         | {"rope_parameters": rope, "head_dim": settings.hidden_size // settings.heads},
-        vision_config={
-            "depth": settings.vision_layers,
-            "hidden_size": settings.vision_hidden_size,
-            "intermediate_size": settings.vision_intermediate_size,
-            "num_heads": settings.vision_heads,
-            "out_hidden_size": settings.hidden_size,
-            "patch_size": 16,
-            "num_position_embeddings": (settings.image_side // 16) ** 2,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": settings.vision_initializer_range,
-        },
+        vision_config=_vision_3(settings) | {"deepstack_visual_indexes": [0]},
         tie_word_embeddings=settings.tie_embeddings,
         **_ids(tokenizer),
     )
+
+
+def _vision_3(settings: TinySettings) -> dict[str, Any]:
+    """Return the configuration of the vision tower that Qwen3-VL and Qwen3.5 have in common."""
+    return {
+        "depth": settings.vision_layers,
+        "hidden_size": settings.vision_hidden_size,
+        "intermediate_size": settings.vision_intermediate_size,
+        "num_heads": settings.vision_heads,
+        "out_hidden_size": settings.hidden_size,
+        "patch_size": 16,
+        "num_position_embeddings": (settings.image_side // 16) ** 2,
+        "initializer_range": settings.vision_initializer_range,
+    }
+
+
+def _config_3_5(settings: TinySettings, tokenizer: Any) -> Any:
+    """Return a configuration in which, as in the real models, every fourth layer is attention and the others are Gated
+    DeltaNet, and a quarter of each attention head is rotated. The last layer is attention, too."""
+    from transformers import Qwen3_5Config
+
+    width, last = settings.hidden_size // settings.heads, settings.layers - 1
+    kinds = ["full_attention" if n % 4 == 3 or n == last else "linear_attention" for n in range(settings.layers)]
+    text = {
+        "head_dim": 64,
+        "layer_types": kinds,
+        "linear_num_key_heads": settings.heads,
+        "linear_num_value_heads": 2 * settings.heads,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    return Qwen3_5Config(
+        text_config=text_sizes(settings, tokenizer) | text,
+        vision_config=_vision_3(settings),
+        tie_word_embeddings=settings.tie_embeddings,
+        **_ids(tokenizer),
+    )
+
+
+def _remember(model: Any, settings: TinySettings) -> None:
+    """Let Gated DeltaNet layers pass on what they read. With transformers' random weights, most heads forget a token at
+    the next one, and the convolution makes their inputs vanish."""
+    from torch import nn
+
+    for layer in model.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            nn.init.uniform_(layer.linear_attn.A_log, -4.0, -1.0)
+            nn.init.normal_(layer.linear_attn.conv1d.weight, std=0.5)
 
 
 def _mrope(settings: TinySettings) -> dict[str, Any]:
@@ -166,4 +211,13 @@ QWEN3_VL = replace(
     wrap_classes=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
     embeds_features=False,
     tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)),
+)
+QWEN3_5 = replace(
+    QWEN2_VL,
+    name="qwen3.5",
+    model_type="qwen3_5",
+    wrap_classes=("Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"),
+    tiny=TinyRecipe(
+        VOCABULARY, TEMPLATE, _config_3_5, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16), _remember
+    ),
 )

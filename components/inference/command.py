@@ -107,6 +107,13 @@ def attends_both_ways(config: Mapping[str, object]) -> bool:
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
 
 
+def has_state(config: Mapping[str, object]) -> bool:
+    """Return True if a `config.json` describes a model with linear attention, which passes a state from token to
+    token."""
+    text = config.get("text_config")
+    return isinstance(text, Mapping) and "linear_num_key_heads" in text
+
+
 # --- LoRA adapters, which servers hold beside the weights that they were started with ---
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -250,6 +257,9 @@ def server_command(
             "enable-chunked-prefill": False,
             "max-num-batched-tokens": max(8192, settings.max_model_len),
         }
+        if has_state(read_config(model)):
+            # vLLM (0.32) caches states at the ends of blocks only, for which it computes prompts in chunks.
+            arguments["enable-prefix-caching"] = False
     _check_entries(model)
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)

@@ -23,8 +23,10 @@ from armature.components.models.packed_attention import PACKED
 from armature.components.models.settings import ImageAttention
 from armature.components.models.varlen import is_remote
 
-CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types in which text attends causally."""
+LINEAR = "linear_attention"
+"""Layer type with a recurrent state, such as Gated DeltaNet."""
+CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention", LINEAR})
+"""Layer types in which a token depends on earlier ones only."""
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 
 

@@ -21,7 +21,7 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.families.family import family_of
-from armature.components.models.attention import CAUSAL_LAYERS, attention_blocks
+from armature.components.models.attention import CAUSAL_LAYERS, LINEAR, attention_blocks
 from armature.components.models.context_parallel import (
     ContextParallel,
     FeatureExchange,
@@ -30,6 +30,7 @@ from armature.components.models.context_parallel import (
     to_device,
 )
 from armature.components.models.packed_attention import PACKED, REMEDY, Segments
+from armature.components.models.packed_delta import has_delta_layers, use_packed_delta
 
 # --- Encoding distinct images once ---
 
@@ -132,7 +133,7 @@ class Packing:
             more rows if they share a prefix.
         places: (B, L) int64: packed token of each token of a row; 0 at padding.
         lengths: number of tokens of each segment, in order.
-        keys, key_lengths: see `armature.components.models.packed_attention.Segments`.
+        keys, key_lengths, parents: see `armature.components.models.packed_attention.Segments`.
         images: distinct images that the packed tokens show, in order.
         image_tokens: number of tokens of each distinct image.
         encoders: for ranks that share the sequence, the rank that encodes each distinct image.
@@ -149,6 +150,7 @@ class Packing:
     lengths: tuple[int, ...]
     keys: Tensor
     key_lengths: tuple[int, ...]
+    parents: tuple[int, ...]
     images: tuple[int, ...]
     image_tokens: tuple[int, ...]
     encoders: tuple[int, ...]
@@ -186,7 +188,8 @@ def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None
             among the ranks.
     """
     text = model.config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYERS
+    supported = CAUSAL_LAYERS if has_delta_layers(model) else CAUSAL_LAYERS - {LINEAR}
+    layers = set(getattr(text, "layer_types", None) or ()) - supported
     if text._attn_implementation not in ("sdpa", PACKED):
         raise ConfigurationError(
             f"packed rows need their own attention, but the model was loaded with {text._attn_implementation}",
@@ -205,7 +208,21 @@ def use_packed_attention(model: PreTrainedModel, context: ContextParallel | None
         raise _packing_error(model, reason)
     if context is not None:
         context.check_heads(text.num_attention_heads)
+        _check_no_state(model, context)
     text._attn_implementation = PACKED
+    use_packed_delta(model)
+
+
+def _check_no_state(model: PreTrainedModel, context: ContextParallel) -> None:
+    """Raise a ConfigurationError if a model has layers with a recurrent state, which ranks cannot share."""
+    if has_delta_layers(model):
+        raise ConfigurationError(
+            f"{context.size} ranks cannot share sequences of {family_of(model.config).name}: its linear attention "
+            "passes a state from token to token",
+            code="state_not_shared",
+            where=f"machine.trainer.context_parallel = {context.size}",
+            remedy="leave it out",
+        )
 
 
 def _packing_error(model: PreTrainedModel, reason: str) -> ConfigurationError:
@@ -336,7 +353,7 @@ def packed_states(
             embeddings = _input_embeddings(body, ids, outputs.pooler_output, packing.image_places)
         else:
             images["image"] = outputs
-    segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context)
+    segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context, packing.parents)
     states: Tensor = body(
         input_ids=ids if embeddings is None else None,
         inputs_embeds=embeddings,

@@ -51,7 +51,9 @@ class Segments:
         blocks: (T,) int64: tokens of a segment with the same number attend in both directions; -1 marks causal tokens.
         None: all are causal.
         context: the ranks that share the sequence; None: this rank has all of it.
-        layers: number of layers that have used this attention.
+        parents: the segment that each continues, -1 for the first of a row; only layers with a state need it.
+        layers: number of layers that have used these segments.
+        shared: what layers with a state derive from the segments, once for all layers.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Segments:
         key_lengths: Sequence[int],
         blocks: Tensor | None = None,
         context: ContextParallel | None = None,
+        parents: Sequence[int] = (),
     ) -> None:
         self.lengths, self.keys, self.key_lengths, self.blocks = lengths, keys, key_lengths, blocks
-        self.context, self.layers = context, 0
+        self.context, self.parents, self.layers = context, parents, 0
+        self.shared: dict[str, Any] = {}
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     @cached_property

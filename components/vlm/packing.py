@@ -172,6 +172,7 @@ def packing_of(
         lengths=tuple(lengths),
         keys=torch.from_numpy(np.concatenate(keys)),
         key_lengths=tuple(map(len, keys)),
+        parents=tuple((-1, *segment.path)[-2] for segment in segments),
         images=tuple(shown),
         image_tokens=tuple(image_tokens),
         encoders=assign_encoders(image_tokens, ranks),

@@ -201,6 +201,14 @@ def test_fp8_servers_exclude_the_vision_tower(checkpoint):
             server_command(folder, settings, arguments, port=1, gpus=gpus, adapters=adapters)
 
 
+@pytest.mark.parametrize(("gpus", "cached"), [((), False), ((0,), True)])
+def test_states_of_linear_attention_are_not_cached_on_cpu(gpus, cached, tmp_path):
+    """There vLLM could only cache them if it computed prompts in chunks, which ends its engine."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 2}}')
+    command = server_command(tmp_path, SETTINGS, make_machine(), port=1234, gpus=gpus)
+    assert ("--no-enable-prefix-caching" not in command) == cached
+
+
 def test_server_command_and_environment(checkpoint):
     machine = make_machine(
         servers__gpus=((2, 3),), servers__arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}

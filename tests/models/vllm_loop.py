@@ -33,6 +33,7 @@ def register_class(folder: str) -> None:
 
 def start(folder: str) -> LLM:
     register_class(folder)
+    linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
     return LLM(
         model=folder,
@@ -42,6 +43,7 @@ def start(folder: str) -> LLM:
         max_num_batched_tokens=8192,
         max_num_seqs=8,
         enable_chunked_prefill=False,
+        enable_prefix_caching=False if linear else None,  # as this project's CPU servers set it
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         limit_mm_per_prompt={"image": 4, "video": 0},

@@ -17,6 +17,7 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Trajectory
 from armature.components.models.adapters import get_adapter
 from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of
+from armature.components.vlm.packing import shared_prefix
 from tests.refusals import refused
 
 from .conftest import outputs_of, says, turn_of
@@ -108,6 +109,34 @@ def test_turns_merge_only_on_an_exact_prefix():
     assert merge_turns([first, same], False) == [[first], [same]]
     for other in (drifted, shorter):
         assert merge_turns([first, other], True) == [[first], [other]]
+
+
+THINKING = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'].split('</think>')[-1] }}{%- else -%}"
+    "{%- for part in message['content'] -%}{{ part['text'] or '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- endfor -%}{%- endif -%}{{ '<|im_end|>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n<think>' }}{%- endif -%}"
+)
+"""Chat template that removes the thinking of earlier turns, as those of Qwen3 and Qwen3.5 do."""
+
+
+def test_turns_without_earlier_thinking_are_samples_of_their_own(qwen, monkeypatch):
+    monkeypatch.setattr(qwen.processor, "chat_template", THINKING)
+    image, question, answer = qwen.image(100, 80), says(None, "What color?"), "it is bright</think>red"
+    first = qwen.turn([question], [image], answer)
+    chat = [question, {"role": "assistant", "content": answer}, says("Sure?")]
+    second = qwen.turn(chat, [image], "no doubt</think>yes", index=1)
+    samples, drops = qwen.adapter.samples(outputs_of([first, second]))
+    assert not drops and len(samples) == 2
+    for sample, turn in zip(samples, (first, second), strict=True):
+        assert sample.input_ids.tolist() == [*turn.prompt_token_ids, *turn.completion_token_ids]
+        assert np.flatnonzero(sample.loss_mask)[0] == len(turn.prompt_token_ids)
+        assert sample.loss_mask.sum() == len(turn.completion_token_ids)
+    common = shared_prefix(samples[0].input_ids, samples[1].input_ids)  # computed once in packed rows
+    assert (
+        np.flatnonzero(samples[0].input_ids == qwen.collator.image_token_id)[-1] < common < len(first.prompt_token_ids)
+    )
 
 
 def test_turns_merge_only_if_images_extend():

@@ -10,6 +10,7 @@ def register() -> None:
     """Register Molmo2 and patch vLLM. This is the plug-in's entry point; vLLM calls it repeatedly in each process."""
     from vllm import ModelRegistry
 
+    from .gated_delta import serve_fp32
     from .images import encode_one_by_one
     from .literal_folders import take_folders_literally
     from .num2words import make_num2words_optional
@@ -20,3 +21,4 @@ def register() -> None:
     encode_one_by_one()
     take_folders_literally()
     make_num2words_optional()
+    serve_fp32()
