@@ -21,6 +21,8 @@ GROUPS = {
     "Artifacts": ("stage", "verify", "store"),
 }
 """Headings of `armature --help` and their commands, in the order that a newcomer needs them."""
+LONGEST_HELP = 1000
+"""Maximum number of characters in a line of help, and in the sentence of a command: the terminal's width decides."""
 
 
 class GroupedCommands(TyperGroup):
@@ -28,10 +30,9 @@ class GroupedCommands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each heading, with the name and the short help of its commands."""
-        width = formatter.width - 6 - max(map(len, self.commands))
         for heading, names in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(LONGEST_HELP)) for name in names])
 
 
 app = typer.Typer(
@@ -41,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": LONGEST_HELP},
 )
 for group in (recipes, results, models, platform, store):
     app.add_typer(group.app)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from armature.components.configuration import explain, read_toml
-from armature.components.configuration.problems import code_of
+from armature.components.configuration import read_toml
+from armature.components.configuration.problems import explained
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import MachineServers, Scalar
 from armature.components.inference.settings import ServerSettings
@@ -84,12 +84,8 @@ def parse(arguments: Sequence[str]) -> MultimodalFile:
     path = " ".join(arguments).removeprefix("@").strip()
     if not arguments or not arguments[0].startswith("@") or not path:
         raise ConfigurationError(USAGE, code="invalid_usage")
-    try:
+    with explained(MultimodalFile, path, "file", USAGE):
         return MultimodalFile.model_validate(read_toml(Path(path)))
-    except ValidationError as error:
-        raise ConfigurationError(
-            explain(error, "file", MultimodalFile), code=code_of(error), where=path, remedy=USAGE
-        ) from error
 
 
 def train(arguments: Sequence[str]) -> dict[str, float]:

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 import pytest
 from pydantic import ValidationError
 
+from armature.components.contracts.errors import ArmatureError
 from armature.components.contracts.settings import InvalidTable
 
 
 def codes(error: BaseException) -> set[str]:
     """Return the codes of an error: its attribute `code` or `reason`, or for a ValidationError the types of pydantic's
-    problems."""
+    problems and the codes of their causes."""
     if isinstance(error, InvalidTable):
         return codes(error.error)
     if isinstance(error, ValidationError):
         problems = [(each["type"], each.get("ctx", {}).get("error")) for each in error.errors()]
-        return set().union(*(codes(cause) if isinstance(cause, InvalidTable) else {kind} for kind, cause in problems))
+        named = (InvalidTable, ArmatureError)
+        return set().union(*(codes(cause) if isinstance(cause, named) else {kind} for kind, cause in problems))
     return {str(getattr(error, "code", getattr(error, "reason", "")))}
 
 

@@ -17,14 +17,22 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from armature.components.configuration.problems import SHORT, code_of, explain, meant, place, settings_in
+from armature.components.configuration.problems import SHORT, code_of, explain, explained, meant, place, settings_in
 from armature.components.configuration.recipes import RECIPES, Sections, SettingsT
-from armature.components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
+from armature.components.configuration.tables import (
+    SUFFIX,
+    Written,
+    closest,
+    installed_names,
+    merge,
+    parse_override,
+    read_toml,
+)
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import CONFIGS, DISTRIBUTION
 from armature.components.contracts.machine import Machine
 from armature.components.machine.project import project
-from armature.components.machine.registry import suggestion
+from armature.components.machine.registry import nearest, suggestion
 
 __all__ = [
     "CONFIGS",
@@ -113,7 +121,7 @@ def recipe_path(name: str) -> Path:
     if name.endswith(SUFFIX) and (os.path.lexists(path) or name.removesuffix(SUFFIX) not in names):
         return path
     if name not in names:
-        remedy = f"{suggestion(name, names)}; or give the path of a file, which ends with {SUFFIX}"
+        remedy = f"{closest(name, names)}; or give the path of a file, which ends with {SUFFIX}"
         if name.endswith(SUFFIX):
             remedy = f"did you mean {name.removesuffix(SUFFIX)!r}? A name with {SUFFIX} is the path of a file"
         elif os.path.isfile(beside := f"{name}{SUFFIX}"):  # noqa: PTH113 (any text may be asked about)
@@ -123,14 +131,12 @@ def recipe_path(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return the names `<flow>/<deployment>` of all installed recipes.
-
-    Folders and files that begin with an underscore are bases for other recipes and are not listed.
+    """Return the names `<flow>/<deployment>` of all installed recipes, sorted.
 
     Raises:
         ConfigurationError: there are no recipes, so the installation is incomplete.
     """
-    names = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob("*/*.toml"))]
+    names = installed_names()
     if not names:
         raise ConfigurationError(
             "no recipes are installed",
@@ -138,7 +144,7 @@ def recipe_names() -> list[str]:
             where=str(CONFIGS),
             remedy=f"pip install --force-reinstall {DISTRIBUTION}; in a checkout: git restore configs components",
         )
-    return [name for name in names if not name.startswith("_") and "/_" not in name]
+    return names
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -204,6 +210,9 @@ def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "
     lines = [f"unknown section {name!r}; {meant([name], kind.model_fields, kind)}" for name in unknown]
     omitted: dict[str, Any] = {name: {} for name in kind.model_fields if name not in kind.optional()}
     known = {name: value for name, value in values.items() if name in kind.model_fields}
+    for name in unknown:  # a misspelled section is checked with the others, and is not missing
+        if (section := nearest(name, sorted(kind.model_fields))) and section not in known:
+            known[section] = values[name]
     code, invalid = "unknown_section", None
     try:
         sections = _validate(kind, omitted | known)
@@ -249,9 +258,5 @@ def section_of(
     """
     for override in overrides:
         values = merge(values, parse_override(override))
-    try:
+    with explained(model, where, model.__name__.removesuffix("Settings").lower()):
         return _validate(model, values)
-    except ValidationError as error:
-        raise ConfigurationError(
-            explain(error, model.__name__.removesuffix("Settings").lower(), model), code=code_of(error), where=where
-        ) from error

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import reprlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
+from armature.components.contracts.errors import ConfigurationError, InvalidName
 from armature.components.contracts.machine import MachineLimits, MachineTrainer
 from armature.components.contracts.secrets import PLAIN_SECRET
 from armature.components.contracts.settings import InvalidTable
-from armature.components.machine.registry import suggestion
+from armature.components.machine.registry import nearest, suggestion
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
@@ -40,13 +44,51 @@ NEW_NAMES = {
 
 
 def code_of(error: ValidationError) -> str:
-    """Return a code for a validation error: the type of its first problem.
+    """Return a code for a validation error: the type of its first problem, or the code of the error that caused it.
 
     The type is a type of pydantic, or the type of a PydanticCustomError.
     """
-    first = error.errors()[0]
+    first = causes(error)[0]
     cause = first.get("ctx", {}).get("error")
-    return code_of(cause.error) if isinstance(cause, InvalidTable) else first["type"]
+    if isinstance(cause, InvalidTable):
+        return code_of(cause.error)
+    return cause.code if isinstance(cause, InvalidName) else first["type"]
+
+
+def causes(error: ValidationError) -> list[ErrorDetails]:
+    """Return the problems of a validation error that are not consequences of others.
+
+    A list is only too short for pydantic if it leaves out invalid items, and a key is missing if it is misspelled.
+    """
+    problems = error.errors()
+    unknown: dict[tuple[str | int, ...], list[str]] = defaultdict(list)
+    for each in problems:
+        if each["type"] == "extra_forbidden":
+            unknown[each["loc"][:-1]].append(str(each["loc"][-1]))
+
+    def follows(each: ErrorDetails) -> bool:
+        if each["type"] == "too_short":
+            return len(each["input"]) >= each["ctx"]["min_length"]
+        misspelled = unknown[each["loc"][:-1]] if each["type"] == "missing" else []
+        return any(nearest(name, [str(each["loc"][-1])]) for name in misspelled)
+
+    return [each for each in problems if not follows(each)]
+
+
+@contextmanager
+def explained(model: type[BaseModel], where: str, section: str = "", remedy: str = "") -> Iterator[None]:
+    """Turn a ValidationError of the block into a ConfigurationError, whose text `explain` makes.
+
+    Args:
+        model, section: see `explain`.
+        where, remedy: parts of the error.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        message, code = explain(error, section, model), code_of(error)
+        # Pydantic's own text says the same in words of Python, and would be printed above this one.
+        raise ConfigurationError(message, code=code, where=where, remedy=remedy) from None
 
 
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
@@ -58,13 +100,17 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         section: name of the section; "" for a whole recipe, whose keys begin with a section.
     """
     lines, begin = [], [section] if section else []
-    for problem in error.errors():
+    for problem in causes(error):
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, InvalidTable):
             lines.append(explain(cause.error, ".".join([*begin, *map(str, problem["loc"])]), cause.model))
             continue
         path, variant, fields = place(model, problem["loc"])
         key = ".".join([*begin, *path])
+        if isinstance(cause, InvalidName):  # a name is the key `name` of a table, and may have arguments in `args`
+            table = key.removesuffix("args").removesuffix(".")
+            lines.append("; ".join(filter(None, (f"{table}.name: {cause.what}", cause.where, cause.remedy))))
+            continue
         message = problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message
         new = NEW_NAMES.get(key) or NEW_NAMES.get(path[-1]) if path else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
-from armature.components.configuration.problems import SHORT, code_of, explain
+from armature.components.configuration.problems import SHORT, explained
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.installation import CONFIGS
@@ -79,22 +81,11 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     values = _parse(path)
     if "extends" not in values:
         return values
-    try:
+    with explained(Extends, str(path), "extends", str(Extends.__doc__)):
         base = Extends.model_validate(values.pop("extends"))
-    except ValidationError as error:
-        raise ConfigurationError(
-            explain(error, "extends", Extends), code=code_of(error), where=str(path), remedy=str(Extends.__doc__)
-        ) from error
     extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
-    copied = [each / base.file for each in CONFIGS.glob("*/") if os.path.exists(each / base.file)]  # noqa: PTH110
-    if copied and not os.path.exists(extended):  # noqa: PTH110 (a name may be too long, which Path reports)
-        installed = copied[0].resolve().relative_to(CONFIGS).with_suffix("").as_posix()
-        raise ConfigurationError(
-            f"there is no {base.file!r} beside this copy of an installed recipe",
-            code="recipe_file_missing",
-            where=f"{path}, extends",
-            remedy=f'write extends = "{installed}"' + ', and the flow: flow = "train-vlm"' * ("flow" not in values),
-        )
+    if not os.path.exists(extended):  # noqa: PTH110 (a name may be too long, which Path reports)
+        raise _extends_nothing(base.file, extended, path, "flow" in values)
     inherited = read_toml(extended, (*seen, path))
     for name in base.sections or ():
         _refuse_not_inherited(name, list(inherited), f"{path}, extends.sections")
@@ -102,6 +93,48 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     for name in base.without:
         chosen = _without_inherited(chosen, name, f"{path}, extends.without")
     return merge(_without_other_environment(chosen, values), values)
+
+
+def _extends_nothing(name: str, extended: Path, path: Path, has_flow: bool) -> ConfigurationError:
+    """Return the error for a recipe file at `path` that extends `name`, whose file would be `extended`.
+
+    In a copy of an installed recipe `name` is beside the original.
+    """
+    what, beside = f"there is no {SHORT.repr(name)} to extend", glob.glob(f"*{SUFFIX}", root_dir=extended.parent)
+    copied = [each / name for each in CONFIGS.glob("*/") if os.path.exists(each / name)]  # noqa: PTH110
+    if copied:
+        what = f"there is no {name!r} beside this copy of an installed recipe"
+        installed = copied[0].resolve().relative_to(CONFIGS).with_suffix("").as_posix()
+        remedy = f'write extends = "{installed}"' + ', and the flow: flow = "train-vlm"' * (not has_flow)
+    elif not name.endswith(SUFFIX):
+        remedy = closest(name, installed_names())
+    else:
+        remedy = suggestion(extended.name, beside) if beside else "correct the path, which begins at this file's folder"
+    return ConfigurationError(what, code="recipe_file_missing", where=f"{path}, extends", remedy=remedy)
+
+
+def installed_names() -> list[str]:
+    """Return the names `<flow>/<deployment>` of installed recipes, sorted.
+
+    Folders and files that begin with an underscore are bases for other recipes and are not listed.
+    """
+    names = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob(f"*/*{SUFFIX}"))]
+    return [name for name in names if not name.startswith("_") and "/_" not in name]
+
+
+def closest(name: str, recipes: Sequence[str]) -> str:
+    """Return the remedy for an unknown name of a recipe: the three recipes whose whole or last name is nearest.
+
+    >>> closest("colrs", ["train-vlm/colors", "evaluate/sweep", "train-vla/tiny", "train-vlm/recall"])
+    "did you mean 'train-vlm/colors', 'train-vlm/recall' or 'evaluate/sweep'? `armature list` shows all recipes"
+    """
+
+    def likeness(recipe: str) -> float:
+        pairs = (recipe, name), (recipe.rpartition("/")[2], name.rpartition("/")[2])
+        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    *others, last = map(repr, sorted(recipes, key=likeness, reverse=True)[:3])
+    return f"did you mean {', '.join(others)} or {last}? `armature list` shows all recipes"
 
 
 def _without_inherited(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:

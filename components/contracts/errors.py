@@ -97,6 +97,10 @@ class ConfigurationError(ArmatureError):
     code = "invalid_configuration"
 
 
+class InvalidName(ConfigurationError, ValueError):
+    """Nothing has this name, or it cannot be loaded. Pydantic reports it with its key, since it is a ValueError."""
+
+
 class DataError(ArmatureError):
     """A table, an image, an artifact or a checkpoint is not what it should be."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def database_lock(database: Path) -> Iterator[None]:
     """Wait for the lock of an SQLite database, and hold it during the block.
 
     It is held while tables are created or migrated, which two processes cannot do at the same time. The lock is the
-    file beside the database with the suffix .lock.
+    file beside the database with the suffix .lock, which contains the holder's PID. Who waits prints a line about it.
 
     Raises:
         DataError: the lock file cannot be written.
@@ -69,9 +70,17 @@ def database_lock(database: Path) -> Iterator[None]:
     path = database.with_suffix(".lock")
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = path.open("a+")
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder, folder = file.read() or "another process", path.parent.absolute()
+            print(f"waiting until {holder} has opened the databases in {folder}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        print(f"process {os.getpid()}", end="", file=file, flush=True)
         yield
 
 

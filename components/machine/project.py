@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError, InvalidName
 from armature.components.contracts.installation import original
 
 VARIABLE = "ARMATURE_PROJECT"
@@ -77,7 +77,7 @@ def load_object(name: str, noun: str) -> Any:
 
 
     Raises:
-        ConfigurationError: there is no such module or attribute, it cannot be imported, or a module beside the recipe
+        InvalidName: there is no such module or attribute, it cannot be imported, or a module beside the recipe
             has the name of another one.
     """
     module, _, attribute = name.partition(":")
@@ -89,20 +89,20 @@ def load_object(name: str, noun: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             folder, top = project_folder().resolve(), module.partition(".")[0]
             wanted = f"{top}/__init__.py" if (folder / top).is_dir() else f"{module.replace('.', '/')}.py"
-            raise ConfigurationError(
+            raise InvalidName(
                 f"{noun} {name!r}: there is no module {module!r}",
                 code="module_missing",
                 where=str(folder),
                 remedy=f"write {wanted} beside the recipe, or install the package that has it",
             ) from error
-        raise ConfigurationError(
+        raise InvalidName(
             f"{noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
             code="name_not_loadable",
             where=_place(error) or name,
             remedy="correct the module, or install what it imports",
         ) from error
     if not attribute or not hasattr(loaded, attribute):
-        raise ConfigurationError(
+        raise InvalidName(
             f"{noun} {name!r}: module {module!r} has no {attribute or 'name after the colon'!r}",
             code="name_not_in_module",
             where=str(loaded.__file__),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import InvalidName
 from armature.components.machine.project import load_object
 
 
@@ -24,20 +24,31 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     A name may also be a part of a known name, or contain its initials, such as `lr` of `learning_rate`.
     """
     known = sorted(known)
-    alike = [each for each in known if unicodedata.normalize("NFKC", name) == unicodedata.normalize("NFKC", each)]
+    if near := nearest(name, known):
+        differ = [pair for pair in zip(name, near, strict=False) if pair[0] != pair[1]]
+        same_length = len(name) == len(near)  # letters of two alphabets may look the same
+        escaped = _equal_in_nfkc(name, near) or (
+            same_length and not all(each.isascii() for pair in differ for each in pair)
+        )
+        apart = f" ({near!a}, not {name!a})" if escaped else ""
+        return f"did you mean {near!r}{apart}? known: {', '.join(known)}"
+    return f"known: {', '.join(known)}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that an unknown `name` means, as `suggestion` finds it; "" if none is near."""
+    alike = [each for each in known if _equal_in_nfkc(name, each)]
     initials = {"".join(word[:1] for word in each.split("_")): each for each in known if "_" in each}
     short = [initials[word] for word in name.split("_") if len(word) > 1 and word in initials]
     longer = sorted(
         (each for each in known if len(name) > 2 and name in each),
         key=lambda each: (not each.endswith(name), len(each)),
     )
-    for near in (alike or short or get_close_matches(name, known, n=1) or longer)[:1]:
-        differ = [pair for pair in zip(name, near, strict=False) if pair[0] != pair[1]]
-        same_length = len(name) == len(near)  # letters of two alphabets may look the same
-        escaped = alike or (same_length and not all(each.isascii() for pair in differ for each in pair))
-        apart = f" ({near!a}, not {name!a})" if escaped else ""
-        return f"did you mean {near!r}{apart}? known: {', '.join(known)}"
-    return f"known: {', '.join(known)}"
+    return (alike or short or get_close_matches(name, known, n=1) or longer or [""])[0]
+
+
+def _equal_in_nfkc(one: str, other: str) -> bool:
+    return unicodedata.normalize("NFKC", one) == unicodedata.normalize("NFKC", other)
 
 
 @cache
@@ -77,7 +88,7 @@ class Registry:
         """Return the class or function called `name`.
 
         Raises:
-            ConfigurationError: the name is unknown (the nearest known one is suggested), or its object cannot be
+            InvalidName: the name is unknown (the nearest known one is suggested), or its object cannot be
                 loaded.
         """
         if self._modules and ":" in name:
@@ -85,14 +96,14 @@ class Registry:
         entries = self._entries if name in self._entries else self._all()
         if name not in entries:
             other = "; or MODULE:NAME of a module beside the recipe" if self._modules else ""
-            raise ConfigurationError(
+            raise InvalidName(
                 f"no {self.noun} is called {name!r}", code="unknown_name", remedy=suggestion(name, entries) + other
             )
         module, _, attribute = entries[name].partition(":")
         try:
             return getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:  # the package that adds the name may raise anything
-            raise ConfigurationError(
+            raise InvalidName(
                 f"{self.noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
                 code="name_not_loadable",
                 where=entries[name],

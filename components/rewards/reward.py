@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from armature.components.artifacts.sources import code_digest
-from armature.components.contracts.errors import RolloutFailed
+from armature.components.contracts.errors import InvalidName, RolloutFailed
 from armature.components.contracts.settings import InvalidTable, Settings
 from armature.components.rewards import REWARDS
 
@@ -51,7 +51,14 @@ class RewardSettings(NamedReward):
     @model_validator(mode="before")
     @classmethod
     def _add_defaults_of_the_reward(cls, values: Any) -> Any:
-        name = values.get("name") if isinstance(values, Mapping) else None
+        name = values.get("name", "") if isinstance(values, Mapping) else None
+        if name == "":
+            names = [key for key in values if key in REWARDS]  # function = "rewards:close", without name = "function"
+            raise InvalidName(
+                "Field required",
+                code="reward_name_missing",
+                remedy=f'write name = "{names[0]}"' if names else f"known: {', '.join(REWARDS)}",
+            )
         if not isinstance(name, str):
             return values
         return own_settings(name, values).model_dump(mode="json")
@@ -65,7 +72,7 @@ def own_settings(name: str, values: Mapping[str, Any]) -> NamedReward:
     """Validate `values` with the settings class of the reward `name`.
 
     Raises:
-        ConfigurationError: no reward has that name, or an optional dependency of the reward is not installed.
+        InvalidName: no reward has that name, or an optional dependency of the reward is not installed.
         InvalidTable: the settings class rejects the values.
     """
     model: type[NamedReward] = REWARDS[name].Settings

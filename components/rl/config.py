@@ -15,9 +15,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
 
+from armature.components.configuration.problems import explained
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine, MachineLimits, MachineServers
 from armature.components.evaluation.settings import HeldoutSetSettings
@@ -211,7 +211,8 @@ class MultimodalRLConfig(BaseModel):
                     if name in NAMES_FROM_TRL
                     else suggestion(name, type(self).model_fields),
                 )
-        super().__init__(**options)
+        with explained(type(self), "MultimodalRLConfig"):
+            super().__init__(**options)
         if self.rollouts_per_step % self.group_size:
             raise ConfigurationError(
                 f"rollouts_per_step ({self.rollouts_per_step}) is not a multiple of "
@@ -262,8 +263,8 @@ class MultimodalRLConfig(BaseModel):
         Raises:
             ConfigurationError: some options contradict each other.
         """
-        try:
-            n_groups = self.rollouts_per_step // self.group_size
+        n_groups = self.rollouts_per_step // self.group_size
+        with explained(TrainerSettings, "MultimodalRLConfig"):
             return LoopSettings(
                 rollouts=_RolloutSettings(
                     groups_per_step=n_groups,
@@ -279,9 +280,6 @@ class MultimodalRLConfig(BaseModel):
                 trainer=self._trainer_settings(),
                 preflight=PreflightSettings(groups=min(4, n_groups), max_mismatch_kl=self.max_mismatch_kl),
             )
-        except ValidationError as error:
-            code = error.errors()[0]["type"]
-            raise ConfigurationError(f"the options contradict each other: {error}", code=code) from error
 
     def heldout_set(self) -> HeldoutSetSettings | None:
         """Return the settings of evaluations between steps; None without evaluations.

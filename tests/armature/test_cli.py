@@ -14,6 +14,7 @@ import pytest
 from typer.main import get_command
 
 from armature.cli import GROUPS, app
+from armature.commands.arguments import Name
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,8 +47,23 @@ def test_list_puts_recipes_under_the_gpus_that_they_need(armature):
 
 def test_help_shows_every_command_under_one_heading(armature):
     sections = dict(section.split(":\n", 1) for section in armature("--help").stdout.split("\n\n") if ":\n" in section)
-    shown = [line.split()[0] for heading in GROUPS for line in sections[heading].splitlines()]
+    shown = [line.split()[0] for heading in GROUPS for line in sections[heading].splitlines() if line[2:3].strip()]
     assert sorted(shown) == sorted(get_command(app).commands)
+
+
+@pytest.mark.parametrize("width", [60, 160])
+def test_help_wraps_whole_sentences_at_the_width_of_the_terminal(armature, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for arguments, sentence in ((["--help"], app_sentence("view")), (["run", "--help"], Name.__metadata__[0].help)):
+        shown = armature(*arguments).stdout
+        assert sentence in " ".join(shown.split())
+        longest = max(map(len, shown.splitlines()))
+        assert longest <= width and (longest > 80) == (width > 80)
+
+
+def app_sentence(command):
+    """Return the first sentence of a command's docstring, as one line."""
+    return " ".join(get_command(app).commands[command].help.partition(".")[0].split())
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_own_recipe_may_be_of_any_kind_and_in_any_folder(tmp_path):
     [
         ('flow = "train-vlm"\n', "", "does not say its flow"),
         ('"train-vlm"', '"train-vml"', "did you mean 'train-vlm'"),
-        ('"train-vlm/colors"', '"train-vlm/colrs"', "TOML config not found"),
+        ('"train-vlm/colors"', '"train-vlm/colrs"', "wrong/recipe.toml, extends"),
         ("own_shapes:Shapes", "own_shapes:Shape", "has no 'Shape'"),
         ("own_shapes:Shapes", "own_shape:Shapes", "write own_shape.py beside the recipe"),
         ("own_shapes:Shapes", "own_shapes:grade", "is not an environment"),

@@ -179,11 +179,14 @@ def test_unknown_names_suggest_the_nearest():
         ("train-vlm/colors.toml", "unknown_recipe", "'train-vlm/colors'"),
         ("extended.toml", "recipe_file_missing", "'dice.toml'"),
         ("copy.toml", "recipe_file_missing", 'extends = "_base/tiny-qwen2-vl"'),
+        ("extends.toml", "recipe_file_missing", "extends.toml, extends"),
+        ("extends.toml", "recipe_file_missing", "'train-vlm/colors'"),
     ],
 )
 def test_unknown_file_suggests_what_is_there(tmp_path, monkeypatch, name, code, near):
     monkeypatch.chdir(tmp_path)
     Path("dice.toml").write_text('flow = "train-vlm"\nextends = "train-vlm/colors"\n')
+    Path("extends.toml").write_text('extends = "train-vlm/colrs"')
     Path("extended.toml").write_text('flow = "train-vlm"\nextends = "dcie.toml"\n')
     shutil.copy(CONFIGS / "train-vlm/colors.toml", "copy.toml")
     with refused(code, near):
@@ -358,6 +361,41 @@ def test_stage_settings_are_built_once():
     assert recipe.settings_for(TrainVLMSettings) is settings
 
 
+OWN_TABLE = """
+flow = "train-vlm"
+extends = "train-vlm/colors"
+[environment]
+name = "dataset"
+[environment.args]
+source = "a.jsonl"
+prompt = "{q}"
+[[environment.args.rewards]]
+"""
+"""A recipe file, up to the first key of the first reward of its table."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "shown"),
+    [
+        ("function = 'rewards:close'", "reward_name_missing", ("rewards.0.name", 'name = "function"')),
+        ("weight = 1.0", "reward_name_missing", ("rewards.0.name", "exact_match")),
+        ("name = 'exact_mach'", "unknown_name", ("environment.args.rewards.0.name", "'exact_match'")),
+        ("name = 'exact_match'\nwieght = 2.0", "extra_forbidden", ("environment.args.rewards.0.wieght",)),
+        ("nme = 'exact_match'", "reward_name_missing", ("rewards.0.name",)),
+        ("name = 'exact_match'\n[environmnt]\nname = 'colors'", "unknown_section", ("'environment'",)),
+        ("name = 'exact_match'\n[trainr]\nmax_steps = 1", "unknown_section", ("'trainer'",)),
+        ("name = 'exact_match'\n[warm_strt]\nlearning_rate = 1.0\nmax_sequence_tokens = 9", "unknown_section", ()),
+        ("name = 'exact_match'\n[warm_start]\nlearning_rte = 1.0\nmax_sequence_tokens = 9", "extra_forbidden", ()),
+    ],
+)
+def test_one_mistake_is_reported_once_with_file_and_key(tmp_path, lines, code, shown):
+    path = tmp_path / "own.toml"
+    path.write_text(OWN_TABLE + lines)
+    with refused(code, path, *shown) as caught:
+        load_recipe(path)
+    assert len(caught.value.what.splitlines()) == 1
+
+
 def test_problems_of_all_sections_are_shown():
     with refused("extra_forbidden", "model.sauce", "trainer.max_steps"):
         load_recipe("train-vlm/colors", ["model.sauce=1", "trainer.max_steps=0"])
@@ -417,7 +455,7 @@ def test_optional_section_must_be_complete_or_absent():
         (b"extends = ''", "recipe_file_unreadable", ""),
         (b"extends = '/dev/zero'", "recipe_file_unreadable", "/dev/zero"),
         (b"extends = 'a\\u0000b'", "recipe_file_missing", "b"),
-        (b'extends = "' + b"a" * 5000 + b'"', "recipe_file_unreadable", "aaa"),
+        *((b'extends = "' + b"a" * 5000 + end + b'"', "recipe_file_missing", "aaa") for end in (b"", b"/b.toml")),
     ],
 )
 def test_hostile_toml_is_a_configuration_error(tmp_path, content, code, value):

@@ -85,6 +85,23 @@ def test_two_first_runs_of_a_folder_both_succeed(folder):
     assert not list((folder.path / ".armature/flow-runs").iterdir())
 
 
+def test_second_run_says_which_process_it_waits_for(tmp_path):
+    holder = (
+        "import sys; from pathlib import Path\n"
+        "from armature.components.machine.private_files import database_lock\n"
+        "with database_lock(Path(sys.argv[1])): print('held', flush=True), sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, tmp_path / "state/some.db"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as second:
+            assert second.stderr is not None
+            line = second.stderr.readline()
+            assert str(first.pid) in line and str(tmp_path / "state") in line
+            first.communicate()
+            assert second.stderr.read() == "" and second.wait() == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/locks names the process that holds a lock")
 def test_next_run_sets_a_killed_run_to_crashed_and_no_living_one(folder):
     killed, living = folder.start("long.toml"), folder.start("long.toml")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.rl.config import MultimodalRLConfig
 from tests.refusals import refused
 
@@ -74,10 +75,16 @@ def test_default_group_size_divides_rollouts(rollouts: int, group: int) -> None:
         ({"warmup_steps": 600}, "value_error", "warmup_steps (600)"),
         ({"eval_steps": 5, "sync_to_vllm_every": 2}, "evaluates_old_weights", "sync_to_vllm_every = 2"),
         ({"eval_patience": 2}, "patience_without_evaluations", "eval_patience = 2"),
+        ({"temperature": 0.0}, "greater_than", "temperature"),
+        ({"temperature": 3.0}, "less_than_equal", "temperature"),
+        ({"adam_beta1": 1.0}, "less_than", "adam_beta1"),
+        ({"lora": {"rnk": 8}}, "extra_forbidden", "'rank'"),
+        ({"aggregation": "men"}, "literal_error", "'sequence'"),
+        ({"output_dir": None}, "path_type", "output_dir"),
     ],
 )
 def test_rejects_meaningless_options(options: dict[str, Any], code: str, place: str) -> None:
-    with refused(code, place):
+    with refused(code, place, kind=ConfigurationError):
         MultimodalRLConfig(**options)
 
 

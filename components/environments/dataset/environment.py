@@ -19,7 +19,7 @@ from armature.components.environments.dataset.rows import RowExample, demonstrat
 from armature.components.environments.dataset.select import RowReference, image_paths, select_rows
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
 from armature.components.environments.dataset.shards import COPY, Row
-from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table
+from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table, refuse_missing_source
 from armature.components.environments.dataset.template import Place, parse_template
 from armature.components.machine.hub import commit_of
 from armature.components.machine.project import project_folder
@@ -94,11 +94,13 @@ class DatasetEnvironment:
 
     @staticmethod
     def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int) -> None:
-        """Check rewards, images and `kind_field` without reading the table; see `environments.make.refuse_ahead`.
+        """Check source, rewards, images and `kind_field` without reading the table; see `environments.make.refuse_ahead`.
 
         Raises:
             ConfigurationError: a reward cannot be made, or the settings contradict `evaluation` or `inference`.
+            DataError: the source does not exist.
         """
+        refuse_missing_source(settings)
         fields = [*TASK_FIELDS, *(["kind"] if settings.kind else [])]
         if kind_field and kind_field not in fields:
             raise ConfigurationError(

@@ -29,6 +29,15 @@ def dataset_commit(name: str, revision: str | None) -> str:
         ConfigurationError: `revision` is None.
         DataError: there is no such dataset or revision, or the hub cannot be reached.
     """
+    return hub_commit(name, refuse_no_revision(name, revision), "dataset").commit
+
+
+def refuse_no_revision(name: str, revision: str | None) -> str:
+    """Return the revision of a hub dataset.
+
+    Raises:
+        ConfigurationError: `revision` is None.
+    """
     if revision is None:
         raise ConfigurationError(
             "a hub name needs a revision",
@@ -36,7 +45,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
             where=f"environment.args.source = {name!r}, which is not a file or a folder here",
             remedy="set environment.args.revision to the commit that the dataset's page shows under its history",
         )
-    return hub_commit(name, revision, "dataset").commit
+    return revision
 
 
 def hub_shards(name: str, commit: str, subset: str) -> list[Shard]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +15,19 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import is_folder
 from armature.components.contracts.installation import original
 from armature.components.environments.dataset.files import DataFiles, matches, open_folder
-from armature.components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
+from armature.components.environments.dataset.huggingface import (
+    SAVED,
+    dataset_commit,
+    hub_shards,
+    refuse_no_revision,
+    saved_shards,
+)
 from armature.components.environments.dataset.images import METADATA, SUFFIXES, image_shards
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
 from armature.components.environments.dataset.shards import READERS, Shard
 from armature.components.machine.hub import HUB
 from armature.components.machine.project import project_folder, project_path
+from armature.components.machine.registry import nearest
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -129,6 +137,35 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
     return RowTable(root, files.digest(names), lambda: [reader(files.path(name), name) for name in names])
 
 
+def refuse_missing_source(settings: DatasetEnvironmentSettings) -> None:
+    """Check that a source on this machine exists, and that a hub name has a revision. Nothing is read or fetched.
+
+    Raises:
+        ConfigurationError: a hub name has no revision.
+        DataError: the file or folder does not exist, or no file matches the pattern.
+    """
+    if "://" in settings.source:
+        return
+    base, pattern = _split_source(settings.source)
+    if not (pattern and _format(pattern)) and (settings.revision is not None or is_hub_name(settings)):
+        refuse_no_revision(settings.source, settings.revision)
+        return
+    files = open_folder(base, links=True)
+    if pattern and not (matches(pattern, files.names()) if _has_magic(pattern) else files.has(pattern)):
+        raise _missing(files, pattern, sorted(name for name in os.listdir(base) if _format(name)))
+
+
+def _missing(files: DataFiles, pattern: str, others: Sequence[str] = ()) -> DataError:
+    """Return the error for a source without files, and suggest one of `others`, names of files in its folder."""
+    near = nearest(pattern, others)
+    return DataError(
+        f"no file matches {pattern!r}",
+        code="data_file_missing",
+        where=str(files),
+        remedy="correct environment.args.source" + f"; did you mean {near!r}?" * bool(near),
+    )
+
+
 def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
     if not is_hub_name(settings):
         place = Path(_absolute(settings.source))
@@ -188,12 +225,7 @@ def _tables(files: DataFiles, pattern: str, kind: str | None) -> list[str]:
     else:
         names = matches(pattern, files.names()) if _has_magic(pattern) else []
     if not names:
-        raise DataError(
-            f"no file matches {pattern or kind!r}",
-            code="data_file_missing",
-            where=str(files),
-            remedy="correct environment.args.source",
-        )
+        raise _missing(files, pattern or str(kind))
     return names
 
 

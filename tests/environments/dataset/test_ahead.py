@@ -20,7 +20,7 @@ train_tasks = 8
 heldout_tasks = 4
 
 [environment.args]
-source = "not-there-yet.jsonl"
+source = "rows.jsonl"
 prompt = "{image}{image}{q}"
 images = ["first", "second"]
 answer = "a"
@@ -53,16 +53,19 @@ def refuse_ahead(folder: Path, *overrides: str) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "rows.jsonl").write_text("no JSON")
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "games.py").write_text(ENVIRONMENT)
     return tmp_path
 
 
-def test_recipe_is_checked_without_opening_its_data(folder: Path) -> None:
+def test_recipe_is_checked_without_reading_its_data(folder: Path) -> None:
     refuse_ahead(folder)
     refuse_ahead(folder, "evaluation.kind_field=row", "inference.max_images_per_prompt=2")
-    assert not (folder / "not-there-yet.jsonl").exists()
+    for source in ("*.jsonl", ".", "s3://nowhere/rows.jsonl"):
+        refuse_ahead(folder, f"environment.args.source={source}")
+    refuse_ahead(folder, "environment.args.source=nobody/nothing", "environment.args.revision=main")
 
 
 def rewards(entry: str) -> str:
@@ -79,6 +82,11 @@ def rewards(entry: str) -> str:
         (rewards('name = "function", function = "broken:reward"'), "name_not_loadable", ["broken.py, line 1"]),
         (rewards('name = "function", function = "missing:reward"'), "module_missing", ["missing.py"]),
         (rewards('name = "command", command = ["./grade"]'), "program_missing", ["./grade"]),
+        ("environment.args.source=row.jsonl", "data_file_missing", ["'row.jsonl'", "'rows.jsonl'"]),
+        ("environment.args.source=*.csv", "data_file_missing", ["*.csv"]),
+        ("environment.args.source=data/rows.jsonl", "data_folder_missing", ["data"]),
+        ("environment.args.source=./data", "data_file_missing", ["data"]),
+        ("environment.args.source=data/rows", "revision_missing", ["data/rows"]),
         ("evaluation.kind_field=color", "unknown_kind_field", ["evaluation.kind_field", "environment.args.kind"]),
         ("environment.args.kind=", "unknown_kind_field", ["'kind'", "environment.args.kind"]),
         ("inference.max_images_per_prompt=1", "too_many_images", ["2", "inference.max_images_per_prompt"]),
