@@ -108,8 +108,8 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         path, variant, fields = place(model, problem["loc"])
         key = ".".join([*begin, *path])
         if isinstance(cause, InvalidName):  # a name is the key `name` of a table, and may have arguments in `args`
-            table = key.removesuffix("args").removesuffix(".")
-            lines.append("; ".join(filter(None, (f"{table}.name: {cause.what}", cause.where, cause.remedy))))
+            name = f"{key.removesuffix('args').removesuffix('.')}.name".removeprefix(".")
+            lines.append("; ".join(filter(None, (f"{name}: {cause.what}", cause.where, cause.remedy))))
             continue
         message = problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message

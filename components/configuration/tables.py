@@ -100,7 +100,8 @@ def _extends_nothing(name: str, extended: Path, path: Path, has_flow: bool) -> C
 
     In a copy of an installed recipe `name` is beside the original.
     """
-    what, beside = f"there is no {SHORT.repr(name)} to extend", glob.glob(f"*{SUFFIX}", root_dir=extended.parent)
+    what = f"there is no {SHORT.repr(name)} to extend"
+    beside = glob.glob(f"*{SUFFIX}", root_dir=extended.parent)  # noqa: PTH207 (Path fails at a long name)
     copied = [each / name for each in CONFIGS.glob("*/") if os.path.exists(each / name)]  # noqa: PTH110
     if copied:
         what = f"there is no {name!r} beside this copy of an installed recipe"

@@ -268,13 +268,7 @@ def make_rewards(
         raise ConfigurationError(
             "no reward is named", code="reward_missing", remedy='write [[rewards]] with name = "exact_match"'
         )
-    (part, count), *_ = Counter([*(each.part for each in settings), *(each.part for each in callables)]).most_common()
-    if count > 1:
-        raise ConfigurationError(
-            f"{count} rewards are called {part!r}",
-            code="duplicate_reward",
-            remedy="give each a label, or a function a name, of its own",
-        )
+    refuse_equal_labels([*(each.part for each in settings), *(each.part for each in callables)])
     rewards: dict[str, Grader] = {}
     begun: list[Future[None]] = []
     try:
@@ -294,6 +288,21 @@ def make_rewards(
             reward.close()
         raise
     return Rewards({**rewards, **{each.part: each for each in callables}})
+
+
+def refuse_equal_labels(labels: Sequence[str]) -> None:
+    """Check that no two rewards have the same label, under which tables and curves show them.
+
+    Raises:
+        ConfigurationError: two labels are equal.
+    """
+    (label, count), *_ = Counter(labels).most_common()
+    if count > 1:
+        raise ConfigurationError(
+            f"{count} rewards are called {label!r}",
+            code="duplicate_reward",
+            remedy="give each a label, or a function a name, of its own",
+        )
 
 
 def reward_sources(settings: Sequence[RewardSettings]) -> dict[str, str]:

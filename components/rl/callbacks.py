@@ -9,8 +9,31 @@ from typing import Any
 from transformers import TrainerControl, TrainerState
 
 from armature.components.configuration.stages import TerminalEvents
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.stages import TRAINING
 from armature.components.rl.config import MultimodalRLConfig
+
+METHODS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+"""Methods of callbacks that are called."""
+
+
+def made_callbacks(callbacks: Any) -> list[Any]:
+    """Return the callbacks of a trainer, which may be a single one, an object or a class.
+
+    Raises:
+        ConfigurationError: one of them has no method that would be called.
+    """
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
+    made = [each() if isinstance(each, type) else each for each in callbacks]
+    for each in made:
+        if not any(hasattr(each, method) for method in METHODS):
+            raise ConfigurationError(
+                f"{type(each).__name__} has no method of a callback",
+                code="callback_without_method",
+                where="callbacks",
+                remedy=f"give it one of {', '.join(METHODS)}",
+            )
+    return made
 
 
 class TrainingResult(dict[str, float]):

@@ -213,6 +213,7 @@ class MultimodalRLConfig(BaseModel):
                 )
         with explained(type(self), "MultimodalRLConfig"):
             super().__init__(**options)
+            _ = self.machine
         if self.rollouts_per_step % self.group_size:
             raise ConfigurationError(
                 f"rollouts_per_step ({self.rollouts_per_step}) is not a multiple of "

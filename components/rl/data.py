@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import numpy as np
+import pandas as pd
+from PIL import Image
 
-from armature.components.configuration.problems import code_of, explain
+from armature.components.configuration.problems import explained
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments.dataset.environment import DatasetEnvironment
-from armature.components.environments.dataset.python_rows import IMAGE_COLUMNS, PROMPT, WrittenRows, write_rows
+from armature.components.environments.dataset.python_rows import (
+    IMAGE_COLUMNS,
+    PROMPT,
+    WrittenRows,
+    describe_rows,
+    write_rows,
+)
+from armature.components.environments.dataset.select import check_columns
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
 from armature.components.environments.mixture import PART_NAME, EnvironmentMixture, MixturePart, one_pass
-from armature.components.rewards.callables import CallableReward
+from armature.components.rewards.callables import SIGNATURES, CallableReward
+from armature.components.rewards.function import parameters_of
+from armature.components.rewards.make import refuse_equal_labels, reward_sources
 from armature.components.rewards.reward import RewardSettings
 
 ANSWERS = ("answer", "solution", "label")
@@ -73,29 +83,53 @@ class ProgramData:
         """True if there are rows to evaluate with."""
         return self.heldout is not None or self.heldout_fraction > 0
 
-    def write(self, folder: Path, most: int | None) -> WrittenData:
-        """Write the rows to `folder`; see `write_rows`.
+    @property
+    def has_length(self) -> bool:
+        """True if the number of training rows is known without reading them all as they pass."""
+        return isinstance(self.train, Path) or hasattr(self.train, "__len__")
 
-        If the training rows do not have a length, only the first `most` rows are taken.
+    def refuse_ahead(self, most: int | None, reward_key: str | None) -> None:
+        """Check what can be known of rows and rewards without writing rows, fetching a source or starting a process.
+
+        Args:
+            most: see `write`.
+            reward_key: label of the only reward to train on; None: the sum of all.
 
         Raises:
-            ConfigurationError: training rows have no length and `most` is None, or there are no rows.
+            ConfigurationError, DataError: `write`, the rows' `settings`, their `callables` or rewards would fail.
         """
-        has_length = isinstance(self.train, Path) or hasattr(self.train, "__len__")
-        if most is None and not has_length:
+        train = describe_rows(self.train, "train")
+        if most is None and not self.has_length:
             raise ConfigurationError(
                 "rows without a length do not tell how many steps one pass over them takes",
                 code="steps_unknown",
                 where="train_dataset",
                 remedy="set max_steps in config",
             )
-        train = write_rows(self.train, folder, "train", None if has_length else most)
+        _refuse_no_rows(train, None if self.heldout is None else describe_rows(self.heldout, "heldout"))
+        taken = [parameters_of(each, repr(each), SIGNATURES) for each in self.rewards if not isinstance(each, str)]
+        # Rows that have not been read may have any column: those that the functions name, and the prompt's.
+        columns = {PROMPT, *(each.name for parameters in taken for each in parameters)}
+        written = WrittenData(self, Path(), train or WrittenRows(1, tuple(sorted(columns)), False, 0, ()), 0)
+        if train is not None:
+            check_columns(written.settings, set(train.columns), "train_dataset")
+        labels = [each.part for each in (*written.settings.rewards, *written.callables)]
+        refuse_equal_labels(labels)
+        if reward_key is not None and reward_key not in labels:
+            raise unknown_reward_part(reward_key, labels)
+        reward_sources(written.settings.rewards)
+
+    def write(self, folder: Path, most: int | None) -> WrittenData:
+        """Write the rows to `folder`; see `write_rows`.
+
+        If the training rows do not have a length, only the first `most` rows are taken.
+
+        Raises:
+            ConfigurationError: there are no rows.
+        """
+        train = write_rows(self.train, folder, "train", None if self.has_length else most)
         heldout = write_rows(() if self.heldout is None else self.heldout, folder, "heldout")
-        for rows, argument in ((train, "train_dataset"), (heldout, "eval_dataset" if self.heldout is not None else "")):
-            if argument and not rows.count:
-                raise ConfigurationError(
-                    "there are no rows", code="rows_missing", where=argument, remedy="pass one or more"
-                )
+        _refuse_no_rows(train, None if self.heldout is None else heldout)
         return WrittenData(self, folder, train, max(train.most_images, heldout.most_images))
 
 
@@ -138,7 +172,10 @@ class WrittenData:
         split: NameSplit | HashSplit = NameSplit(by="name", train=("train.jsonl",), heldout=("heldout.jsonl",))
         if share := self.data.heldout_fraction:
             split = HashSplit(by="hash", heldout=share, of=("train.jsonl",))
-        with _explained():
+        named = [pair for pair in zip(self.data.rewards, self.data.weights, strict=True) if isinstance(pair[0], str)]
+        with explained(RewardSettings, "reward_funcs"):
+            rewards = tuple(RewardSettings(weight=weight, **_named(reward)) for reward, weight in named)
+        with explained(_RowSettings, "MultimodalGRPOTrainer"):
             return _RowSettings(
                 source=str(self.folder.absolute() / "*.jsonl"),
                 prompt="" if is_chat else self.data.prompt or f"{{{PROMPT}}}",
@@ -147,11 +184,7 @@ class WrittenData:
                 images=images,
                 answer=next((name for name in ANSWERS if name in columns), ""),
                 split=split,
-                rewards=tuple(
-                    RewardSettings(weight=weight, **_named(reward))
-                    for reward, weight in zip(self.data.rewards, self.data.weights, strict=True)
-                    if isinstance(reward, str)
-                ),
+                rewards=rewards,
             )
 
     @cached_property
@@ -236,11 +269,16 @@ class MixedData:
         """True if there are rows to evaluate with."""
         return any(part.has_heldout_rows for part in self.parts.values())
 
+    def refuse_ahead(self, most: int | None, reward_key: str | None) -> None:
+        """Check each dataset; see `ProgramData.refuse_ahead`."""
+        for part in self.parts.values():
+            part.refuse_ahead(most, reward_key)
+
     def write(self, folder: Path, most: int | None) -> WrittenParts:
         """Write each dataset to a folder of its own; see `ProgramData.write`.
 
         Raises:
-            ConfigurationError: rows of a dataset have no length and `most` is None, or there are no rows.
+            ConfigurationError: there are no rows.
         """
         return WrittenParts({name: part.write(folder / name, most) for name, part in self.parts.items()}, self.shares)
 
@@ -297,15 +335,20 @@ def _check_number(name: str, value: Any, least: float, below: float) -> None:
         )
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn a ValidationError of the environment's settings into a ConfigurationError about the trainer's arguments."""
-    try:
-        yield
-    except ValidationError as error:
-        raise ConfigurationError(
-            explain(error, "", _RowSettings), code=code_of(error), where="MultimodalGRPOTrainer"
-        ) from error
+def _refuse_no_rows(train: WrittenRows | None, heldout: WrittenRows | None) -> None:
+    """Check that there are rows to train on, and to evaluate with if they are passed; None if nothing is known."""
+    for rows, argument in ((train, "train_dataset"), (heldout, "eval_dataset")):
+        if rows is not None and not rows.count:
+            raise ConfigurationError(
+                "there are no rows", code="rows_missing", where=argument, remedy="pass one or more"
+            )
+
+
+def _is_table(values: Mapping[str, Any]) -> bool:
+    """Return True if the values of a dict are the columns of one table, or the values of one row, and not datasets."""
+    lists = [each for each in values.values() if isinstance(each, list | tuple | np.ndarray | pd.Series)]
+    in_row = isinstance(values.get(PROMPT), str) or any(isinstance(each, Image.Image) for each in values.values())
+    return in_row or any(not isinstance(next(iter(each)), Mapping) for each in lists if len(each))
 
 
 def program_data(
@@ -317,7 +360,7 @@ def program_data(
         ConfigurationError: there are rewards, held-out rows or a prompt without a dataset; see also `ProgramData`.
     """
     if train is not None:
-        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
+        rewards = rewards if isinstance(rewards, list | tuple) else [] if rewards is None else [rewards]
         weights = [1.0] * len(rewards) if weights is None else weights
         weights = list(weights) if isinstance(weights, Iterable) else [weights]
         if type(train) is not dict:  # a `datasets.DatasetDict` is one dataset with splits
@@ -329,6 +372,21 @@ def program_data(
                     remedy='pass train_dataset={"NAME": rows, ...}',
                 )
             return ProgramData(train, heldout, heldout_fraction, rewards, weights, prompt)
+        if _is_table(train):
+            raise ConfigurationError(
+                f"a dict has several datasets by name, and this one has {', '.join(map(repr, train))}",
+                code="columns_not_datasets",
+                where="train_dataset",
+                remedy="for the columns of one table pass datasets.Dataset.from_dict(...) or pandas.DataFrame(...), "
+                "for rows a list of dicts",
+            )
+        if shares is not None and not isinstance(shares, Mapping):
+            raise ConfigurationError(
+                f"{shares!r:.80} has no weights by name",
+                code="datasets_do_not_fit",
+                where="dataset_weights",
+                remedy='pass dataset_weights={"NAME": 1.0, ...}',
+            )
         rows = heldout if type(heldout) is dict else dict.fromkeys(train, heldout)
         if rows.keys() != train.keys() or (heldout is not None and type(heldout) is not dict):
             raise ConfigurationError(
@@ -378,4 +436,14 @@ def tasks_twice(other: str) -> ConfigurationError:
         code="tasks_twice",
         where="MultimodalGRPOTrainer",
         remedy="leave one of them out",
+    )
+
+
+def unknown_reward_part(key: str, parts: Iterable[str]) -> ConfigurationError:
+    """Return the error for a config whose `primary_reward_key` is not one of the parts of a reward."""
+    return ConfigurationError(
+        f"there is no reward part {key!r}",
+        code="unknown_reward_part",
+        where="primary_reward_key",
+        remedy=f"choose from {', '.join(sorted(parts))}",
     )

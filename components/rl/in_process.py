@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from armature.components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
 from armature.components.contracts.errors import ConfigurationError, TrainerError
+from armature.components.contracts.files import is_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import not_sent
+from armature.components.inference.command import read_config
 from armature.components.models.adapters import MultimodalAdapter
 from armature.components.models.adapters.family import validate_batch
+from armature.components.models.source import REFERENCE, check_source_name, locate
 from armature.components.training.checkpoints import identity
 from armature.components.training.client import ResultT
 from armature.components.training.ranks import Ranks
@@ -32,11 +36,11 @@ from armature.components.vlm.publish import Publisher
 from armature.components.vlm.worker import Loader, TokenWorker
 
 
-def check_model(model: Any, processor: Any) -> None:
+def check_model(model: Any, processor: Any, adapter: Any) -> None:
     """Check that `model` is a transformers model with its processor, or a text that names one.
 
     Raises:
-        ConfigurationError: it has another type, or a model comes without its processor.
+        ConfigurationError: an argument has another type, or a model comes without its processor.
     """
     if not isinstance(model, nn.Module | str | Path):
         raise ConfigurationError(
@@ -52,6 +56,34 @@ def check_model(model: Any, processor: Any) -> None:
             where="MultimodalGRPOTrainer",
             remedy="pass AutoProcessor.from_pretrained(...) as tokenizer",
         )
+    if adapter is not None and not hasattr(adapter, "build_batch"):
+        raise ConfigurationError(
+            f"adapter is {type(adapter).__name__}, which builds no batches",
+            code="adapter_wrong_type",
+            where="MultimodalGRPOTrainer",
+            remedy="pass config= and all other arguments after tokenizer by name; an adapter is rarely needed",
+        )
+    takes_text_only = adapter is None and isinstance(processor, PreTrainedTokenizerBase)
+    if isinstance(processor, str | Path) or takes_text_only:
+        raise ConfigurationError(
+            f"tokenizer is {type(processor).__name__}, which takes no images",
+            code="image_processor_missing",
+            where="MultimodalGRPOTrainer",
+            remedy="pass the model's processor, AutoProcessor.from_pretrained(...), of which the tokenizer is a part; "
+            "for a model by name leave it out",
+        )
+
+
+def check_source(model: Any) -> None:
+    """Check that a model that is given by name is a checkpoint on this machine, or may be a name on the hub.
+
+    Raises:
+        DataError: there is no such folder, or it has no config.json.
+    """
+    if isinstance(model, str | Path):
+        check_source_name(str(model), "main")
+        if is_folder(model) and not (Path(model) / REFERENCE).is_file():
+            read_config(locate(model))
 
 
 class InProcessTrainer(TrainerClient):

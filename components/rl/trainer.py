@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
+from armature.components.configuration.problems import explained
 from armature.components.configuration.stages import ThreadUnits
 from armature.components.configuration.trackers import TrackerRun, refuse_missing_trackers, with_trackers
 from armature.components.contracts.digests import document_digest
@@ -39,11 +40,18 @@ from armature.components.models.load import RECOMPUTATION, load_model, load_proc
 from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, locate
-from armature.components.rl.callbacks import TrainerEvents, TrainingResult
+from armature.components.rl.callbacks import TrainerEvents, TrainingResult, made_callbacks
 from armature.components.rl.config import MultimodalRLConfig, refuse_unknown_arguments
-from armature.components.rl.data import WrittenData, WrittenParts, program_data, refuse_other_data, tasks_twice
+from armature.components.rl.data import (
+    WrittenData,
+    WrittenParts,
+    program_data,
+    refuse_other_data,
+    tasks_twice,
+    unknown_reward_part,
+)
 from armature.components.rl.evaluations import HeldoutSet
-from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model
+from armature.components.rl.in_process import InProcessTrainer, UserAdapter, check_model, check_source
 from armature.components.rl.open import open_parts
 from armature.components.rl.program_machine import (
     JOINED,
@@ -144,7 +152,7 @@ class MultimodalGRPOTrainer:
         **unknown: Any,
     ) -> None:
         refuse_unknown_arguments(unknown)
-        check_model(model, tokenizer)
+        check_model(model, tokenizer, adapter)
         self._data = program_data(
             train_dataset, eval_dataset, eval_fraction, reward_funcs, reward_weights, prompt, dataset_weights
         )
@@ -179,11 +187,15 @@ class MultimodalGRPOTrainer:
                 remedy="give it adapters with peft.get_peft_model, or pass a folder or a name on the hub",
             )
         self._arguments = model, tokenizer, adapter
-        callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else ()
-        self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
+        self._callbacks = made_callbacks(callbacks)
         report_to = () if report_to in (None, "none") else report_to
-        self._report_to = [report_to] if isinstance(report_to, str) else list(report_to)
+        self._report_to = list(map(str, report_to)) if isinstance(report_to, list | tuple) else [str(report_to)]
         refuse_missing_trackers(self._report_to, "report_to")
+        if config.env_id:
+            self._environment_settings(config.env_id, config.env_args)
+        if self._data is not None:
+            self._data.refuse_ahead(self._most_tasks, config.primary_reward_key)
+        check_source(model)
         self.store = ArtifactStore(config.folder / "store")
         self.images = ImageStore(self.store.images)
         self.environment: Environment | None = None
@@ -310,15 +322,24 @@ class MultimodalGRPOTrainer:
             self._played: Any = f"{kind.__module__}.{kind.__qualname__}"
             return
         tqdm.write(f"Loading environment: {environment}")
-        settings = EnvironmentSettings(
-            name=environment,
-            args=args,
-            train_tasks=self.config.env_tasks,
-            heldout_tasks=self.config.eval_tasks if self.config.eval_steps else 1,
-            seed=self.config.seed,
-        )
+        settings = self._environment_settings(environment, args)
         self.environment, self._examined = make_environment(settings), make_environment(settings.for_evaluation())
         self._played = settings.model_dump(mode="json") | environment_sources(settings)
+
+    def _environment_settings(self, name: str, args: Mapping[str, Any]) -> EnvironmentSettings:
+        """Return the settings of a registered environment.
+
+        Raises:
+            ConfigurationError: there is no such environment, or it has other settings.
+        """
+        with explained(EnvironmentSettings, f"environment {name!r}"):
+            return EnvironmentSettings(
+                name=name,
+                args=dict(args),
+                train_tasks=self.config.env_tasks,
+                heldout_tasks=self.config.eval_tasks if self.config.eval_steps else 1,
+                seed=self.config.seed,
+            )
 
     def train(self) -> TrainingResult:
         """Train until step `max_steps`, from the newest checkpoint if there is one, and return the last step's metrics.
@@ -426,6 +447,13 @@ class MultimodalGRPOTrainer:
                 )
             self.set_environment(config.env_id, **config.env_args)
 
+    @property
+    def _most_tasks(self) -> int | None:
+        """Largest number of tasks that the training plays; None if it plays each row once."""
+        config = self.config
+        groups = config.rollouts_per_step // config.group_size
+        return config.max_steps * groups if "max_steps" in config.model_fields_set else None
+
     @cached_property
     def _rows(self) -> WrittenData | WrittenParts | None:
         """The dataset's rows, written to the run's folder. Their number determines defaults of `config`."""
@@ -433,8 +461,7 @@ class MultimodalGRPOTrainer:
             return None
         config, by_user = self.config, self.config.model_fields_set
         groups = config.rollouts_per_step // config.group_size
-        most = config.max_steps * groups if "max_steps" in by_user else None
-        rows = data.write(config.folder / "data", most)
+        rows = data.write(config.folder / "data", self._most_tasks)
         _ = rows.callables  # so that wrong rewards are refused before anything is fetched
         rows = rows.reserving(reserved_tokens(self._source, images_only=False))
         steps = config.max_steps if "max_steps" in by_user else max(1, ceil(rows.pass_length / groups))
@@ -495,11 +522,6 @@ class MultimodalGRPOTrainer:
         if key is None:
             return trajectory
         if key not in trajectory.reward_parts:
-            raise ConfigurationError(
-                f"the environment does not return a reward part {key!r}",
-                code="unknown_reward_part",
-                where="primary_reward_key",
-                remedy=f"choose from {', '.join(sorted(trajectory.reward_parts))}",
-            )
+            raise unknown_reward_part(key, trajectory.reward_parts)
         turns = tuple(replace(turn, reward=turn.reward_parts.get(key, 0.0)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns)

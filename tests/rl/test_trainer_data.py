@@ -7,6 +7,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import datasets
@@ -19,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from armature.components.contracts.errors import RolloutFailed
+from armature.components.contracts.errors import ArmatureError, RolloutFailed
 from armature.components.environments.dataset.python_rows import write_rows
 from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.reward import RewardInput
@@ -34,6 +35,8 @@ __all__ = ["make_tiny", "samplers", "tiny"]  # fixtures
 PIXELS = [np.full((28, 28, 3), 40 * number, np.uint8) for number in range(6)]
 IMAGES = [Image.fromarray(each) for each in PIXELS]
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+
+ADAPTER = SimpleNamespace(build_batch=None)
 
 TWO: dict[str, Any] = {"a": [], "b": []}
 """Two datasets without rows."""
@@ -301,7 +304,11 @@ def test_metrics_of_every_step_reach_the_tracker(tiny: Tiny, tmp_path: Path, sam
             ("Linear",),
             {"model": nn.Linear(1, 1), "tokenizer": 1, "config": MultimodalRLConfig(lora={"rank": 2})},
         ),
-        ("ranks_need_model_name", ("adapter", "dict"), {"adapter": {}, "config": MultimodalRLConfig(processes=2)}),
+        (
+            "ranks_need_model_name",
+            ("adapter", "SimpleNamespace"),
+            {"adapter": ADAPTER, "config": MultimodalRLConfig(processes=2)},
+        ),
         ("datasets_do_not_fit", ("'train'",), {"train_dataset": {"train": rows()}, "reward_funcs": letters}),
         (
             "datasets_do_not_fit",
@@ -333,22 +340,75 @@ def test_rejects_arguments_that_do_not_fit(code: str, shown: tuple[str, ...], op
         MultimodalGRPOTrainer(**({"model": "no-such-model"} | options))
 
 
+@pytest.mark.parametrize(
+    ("code", "shown", "options"),
+    [
+        ("unknown_name", ("'exact_match'",), {"reward_funcs": "exact_mach"}),
+        ("value_error", ("at_least",), {"reward_funcs": "length"}),
+        ("module_code_missing", ("nowhere",), {"reward_funcs": "nowhere:reward"}),
+        ("not_a_function", ("3",), {"reward_funcs": 3}),
+        ("unknown_reward_argument", ("colour",), {"reward_funcs": lambda completions, colour: [0.0]}),
+        ("completion_not_taken", ("both",), {"reward_funcs": lambda completion, completions: 0.0}),
+        ("completion_not_taken", ("neither",), {"reward_funcs": lambda text: 0.0}),
+        ("completion_not_taken", ("neither",), {"train_dataset": "a/b", "reward_funcs": lambda text: 0.0}),
+        ("duplicate_reward", ("letters",), {"reward_funcs": [letters, partial(letters)]}),
+        ("unknown_reward_part", ("letters",), {"config": MultimodalRLConfig(primary_reward_key="letter")}),
+        ("rows_missing", ("train_dataset",), {"train_dataset": []}),
+        ("rows_missing", ("train_dataset",), {"train_dataset": pd.DataFrame(columns=["prompt"])}),
+        ("rows_missing", ("eval_dataset",), {"eval_dataset": datasets.Dataset.from_dict({"prompt": []})}),
+        ("prompt_missing", ("question",), {"train_dataset": [{"question": "Which?"}]}),
+        ("prompt_missing", ("question",), {"train_dataset": pa.Table.from_pylist([{"question": "Which?"}])}),
+        ("unknown_column", ("'question'", "train_dataset"), {"prompt": "{question}"}),
+        ("value_error", ("prompt",), {"prompt": "{"}),
+        ("image_column_unknown", ("photo",), {"train_dataset": [{"prompt": "Which?", "photo": IMAGES[0]}]}),
+        ("image_column_unknown", ("photo",), {"train_dataset": pd.DataFrame({"prompt": ["?"], "photo": IMAGES[:1]})}),
+        ("column_repeated", ("prompt",), {"train_dataset": pd.DataFrame([["a", "b"]], columns=["prompt"] * 2)}),
+        ("columns_not_datasets", ("'answer'",), {"train_dataset": {"prompt": ["a"], "answer": ["b"]}}),
+        ("columns_not_datasets", ("'answer'",), {"train_dataset": {"prompt": "a", "answer": "b"}}),
+        ("rows_wrong_type", ("str",), {"train_dataset": [*rows(), "a text"]}),
+        ("rows_wrong_type", ("int",), {"train_dataset": 3}),
+        ("rows_wrong_type", ("DatasetDict",), {"train_dataset": datasets.DatasetDict()}),
+        ("data_file_missing", ("none.jsonl",), {"train_dataset": "none.jsonl"}),
+        ("steps_unknown", (), {"train_dataset": iter(rows())}),
+        ("callback_without_method", ("str",), {"callbacks": ["log"]}),
+        ("checkpoint_folder_missing", ("no-such-model",), {}),
+        ("not_a_checkpoint", (), {"model": "."}),
+        ("unknown_name", ("'colors'",), {"train_dataset": None, "config": MultimodalRLConfig(env_id="colrs")}),
+        ("adapter_wrong_type", ("MultimodalRLConfig",), {"adapter": MultimodalRLConfig()}),
+        ("image_processor_missing", ("str",), {"tokenizer": "no-such-model"}),
+    ],
+)
+def test_constructor_refuses_all_that_needs_no_network(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: str,
+    shown: tuple[str, ...],
+    options: dict[str, Any],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"model": "no-such-model", "train_dataset": rows(), "reward_funcs": letters} | options
+    if options["train_dataset"] is None:
+        del options["reward_funcs"]
+    with refused(code, *shown, kind=ArmatureError):
+        MultimodalGRPOTrainer(**options)
+    assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
+
+
+def test_tokenizer_is_no_processor(tiny: Tiny) -> None:
+    for model in (tiny.model, str(tiny.folder)):
+        with refused("image_processor_missing", type(tiny.processor.tokenizer).__name__):
+            MultimodalGRPOTrainer(model, tiny.processor.tokenizer, reward_funcs=letters, train_dataset=rows())
+
+
 def test_option_of_trl_names_the_nearest_option() -> None:
     with refused("unknown_option", "rollouts_per_example"):
         MultimodalRLConfig(num_generations=8)
 
 
-def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
-    with refused("steps_unknown"):
-        MultimodalGRPOTrainer(
-            "no-such-model", config=small(tmp_path), reward_funcs=letters, train_dataset=iter(rows())
-        ).train()
-
-
 @pytest.mark.parametrize(
     ("code", "shown", "options"),
     [
-        ("prompt_missing", ("question",), {"train_dataset": [{"question": "Which?"}]}),
         (
             "rows_unusable",
             ("no_image",),
@@ -363,22 +423,10 @@ def test_rows_without_length_need_a_number_of_steps(tmp_path: Path) -> None:
         ("rows_unusable", ("wrong_type", "float32"), {"train_dataset": rows(image=np.zeros((28, 28, 3), np.float32))}),
         ("rows_unusable", ("bad_path",), {"train_dataset": rows(image="https://example.org/1.png")}),
         ("rows_unusable", ("reserved_token",), {"train_dataset": rows(prompt="<|image_pad|> Which?")}),
-        ("rows_missing", ("train_dataset",), {"train_dataset": []}),
-        ("rows_missing", ("eval_dataset",), {"eval_dataset": []}),
-        ("image_column_unknown", ("photo",), {"train_dataset": [{"prompt": "Which?", "photo": IMAGES[0]}]}),
-        ("column_repeated", ("prompt",), {"train_dataset": pd.DataFrame([["a", "b"]], columns=["prompt"] * 2)}),
-        ("value_error", ("prompt",), {"prompt": "{"}),
-        ("value_error", ("at_least",), {"reward_funcs": "length"}),
-        ("rows_wrong_type", ("str",), {"train_dataset": {"prompt": ["a"], "answer": ["b"]}}),
-        ("rows_wrong_type", ("str",), {"train_dataset": [*rows(), "a text"]}),
         ("value_not_json", ("row 0",), {"train_dataset": rows(more=object())}),
-        ("unknown_reward_argument", ("colour",), {"reward_funcs": lambda completions, colour: [0.0]}),
-        ("completion_not_taken", ("both",), {"reward_funcs": lambda completion, completions: 0.0}),
-        ("completion_not_taken", ("neither",), {"reward_funcs": lambda text: 0.0}),
-        ("duplicate_reward", ("letters",), {"reward_funcs": [letters, partial(letters)]}),
     ],
 )
-def test_rejects_rows_and_rewards(
+def test_rejects_rows_before_anything_starts(
     tiny: Tiny, tmp_path: Path, code: str, shown: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     values = {"train_dataset": rows(), "reward_funcs": letters} | options

@@ -94,7 +94,7 @@ class DatasetEnvironment:
 
     @staticmethod
     def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int) -> None:
-        """Check source, rewards, images and `kind_field` without reading the table; see `environments.make.refuse_ahead`.
+        """Check source, rewards, images and `kind_field` without reading rows; see `environments.make.refuse_ahead`.
 
         Raises:
             ConfigurationError: a reward cannot be made, or the settings contradict `evaluation` or `inference`.

@@ -29,7 +29,7 @@ from armature.components.environments.dataset.huggingface import label_reader, s
 from armature.components.environments.dataset.images import TableImage, table_images
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
 from armature.components.environments.dataset.shards import ArrowRows, Row
-from armature.components.environments.dataset.source import is_hub_name, open_table
+from armature.components.environments.dataset.source import is_hub_name, open_table, refuse_missing_source
 from armature.components.environments.dataset.values import plain_value
 from armature.components.machine.hub import commit_of
 
@@ -58,6 +58,34 @@ class WrittenRows:
     """Largest number of images in a row."""
     other_images: tuple[str, ...]
     """Names of columns that hold images and are not in `IMAGE_COLUMNS`, sorted."""
+
+
+def describe_rows(rows: Any, split: str) -> WrittenRows | None:
+    """Return what is known of rows before they are written, without writing or fetching anything.
+
+    It is None for rows that are read from a file, a folder, the hub or an iterator. Only the first row is searched for
+    images and messages.
+
+    Raises:
+        ConfigurationError: `rows` has another type.
+        DataError: a file or folder does not exist, or two columns have the same name.
+    """
+    if isinstance(rows, str | Path):
+        refuse_missing_source(_source_settings(str(rows)).model_copy(update={"revision": "main"}))
+        return None
+    library = sys.modules.get("datasets")
+    tables = (list, tuple, pd.DataFrame, pa.Table, *((library.Dataset,) if library is not None else ()))
+    if not isinstance(rows, (*tables, Mapping, bytes)) and isinstance(rows, Iterable):
+        return None
+    first = next((row for row, _ in _rows(rows[:1] if isinstance(rows, pd.DataFrame | pa.Table) else rows, split)), {})
+    if isinstance(first, BadRow):
+        return None
+    each_row = rows if isinstance(rows, list | tuple) else [first]
+    if others := [row for row in each_row if not isinstance(row, Mapping)]:
+        raise _wrong_type(others[0], "a row")
+    columns = {str(name) for row in each_row for name in row}
+    images = {str(name) for name, value in first.items() if _is_image(value)} - {*IMAGE_COLUMNS}
+    return WrittenRows(len(rows), tuple(sorted(columns)), False, 0, tuple(sorted(images)))
 
 
 def write_rows(rows: Any, folder: Path, split: str, most: int | None = None) -> WrittenRows:
@@ -166,9 +194,14 @@ def _with_names(row: Row, readers: Mapping[str, Callable[[Any], Any]]) -> Row | 
         return unknown_label
 
 
+def _source_settings(source: str) -> DatasetEnvironmentSettings:
+    """Return settings with which a source can be opened."""
+    return DatasetEnvironmentSettings(source=source, prompt="unused", rewards=({"name": "exact_match"},))
+
+
 def _source_rows(source: str, split: str) -> Iterator[tuple[Row | BadRow, DataFiles]]:
     """Yield the rows of a file, a folder or a dataset of the hub, of which the newest commit is used."""
-    settings = DatasetEnvironmentSettings(source=source, prompt="unused", rewards=({"name": "exact_match"},))
+    settings = _source_settings(source)
     if is_hub_name(settings):
         settings = settings.model_copy(update={"revision": commit_of(source, "main", "dataset", print)})
     table = open_table(settings)

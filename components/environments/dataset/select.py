@@ -107,7 +107,7 @@ def select_rows(
                 bad.add(f"{name}, row {index}", BadRow(failed.reason, failed.detail))
     present = {column for name in split_of_shard for column in table.shards[name].columns}
     if present:
-        _check_columns(settings, present)
+        check_columns(settings, present, f"environment.args, source {settings.source!r}")
     if settings.shuffle:
         for listed in usable.values():
             listed.sort(key=lambda each: sha256(f"{seed}/{each.digest}".encode()).digest())
@@ -247,12 +247,17 @@ def _comparable(value: Any, wanted: Any, column: str) -> Any:
     raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, and a filter compares it with a number")
 
 
-def _check_columns(settings: DatasetEnvironmentSettings, columns: set[str]) -> None:
+def check_columns(settings: DatasetEnvironmentSettings, columns: set[str], where: str) -> None:
+    """Check that rows with these columns have all that the settings use.
+
+    Raises:
+        ConfigurationError: a column is missing; `where` names the rows.
+    """
     for names in used_columns(settings):
         if columns.isdisjoint(names):
             raise ConfigurationError(
                 f"no column is called {names[0]!r}",
                 code="unknown_column",
-                where=f"environment.args, source {settings.source!r}",
+                where=where,
                 remedy=suggestion(names[0], columns),
             )

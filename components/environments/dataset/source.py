@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,7 +151,7 @@ def refuse_missing_source(settings: DatasetEnvironmentSettings) -> None:
         return
     files = open_folder(base, links=True)
     if pattern and not (matches(pattern, files.names()) if _has_magic(pattern) else files.has(pattern)):
-        raise _missing(files, pattern, sorted(name for name in os.listdir(base) if _format(name)))
+        raise _missing(files, pattern, sorted(each.name for each in Path(base).iterdir() if _format(each.name)))
 
 
 def _missing(files: DataFiles, pattern: str, others: Sequence[str] = ()) -> DataError:
@@ -162,7 +161,7 @@ def _missing(files: DataFiles, pattern: str, others: Sequence[str] = ()) -> Data
         f"no file matches {pattern!r}",
         code="data_file_missing",
         where=str(files),
-        remedy="correct environment.args.source" + f"; did you mean {near!r}?" * bool(near),
+        remedy="name a file, a folder or a pattern that is there" + f"; did you mean {near!r}?" * bool(near),
     )
 
 
@@ -180,7 +179,8 @@ def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
 
 def is_hub_name(settings: DatasetEnvironmentSettings) -> bool:
     """Check if the source is the name of a dataset on the hub and not a file or folder beside the recipe."""
-    return bool(HUB.fullmatch(settings.source)) and not project_path(settings.source).exists()
+    name = settings.source
+    return bool(HUB.fullmatch(name)) and not name.startswith(".") and not project_path(name).exists()
 
 
 def _detected_format(settings: DatasetEnvironmentSettings) -> str:
