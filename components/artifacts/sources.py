@@ -76,7 +76,7 @@ def _files(module: str) -> dict[str, Path]:
                 raise ConfigurationError(
                     f"the code of module {name!r} cannot be found",
                     code="module_code_missing",
-                    remedy="move it into a file of its own",
+                    remedy="correct its name, or write it as a file beside the recipe or, for a program, in its folder",
                 )
             continue
         path = Path(spec.origin)

@@ -113,7 +113,7 @@ class ProgramData:
         written = WrittenData(self, Path(), train or WrittenRows(1, tuple(sorted(columns)), False, 0, ()), 0)
         if train is not None:
             check_columns(written.settings, set(train.columns), "train_dataset")
-        labels = [each.part for each in (*written.settings.rewards, *written.callables)]
+        labels = [*(each.part for each in written.settings.rewards), *(each.part for each in written.callables)]
         refuse_equal_labels(labels)
         if reward_key is not None and reward_key not in labels:
             raise unknown_reward_part(reward_key, labels)

@@ -126,7 +126,8 @@ class MultimodalGRPOTrainer:
 
     Raises:
         ConfigurationError: `config` and `train_dataset` are missing, rewards and data do not fit, or an argument is
-            unknown.
+            unknown or has another type.
+        DataError: a folder or file does not exist, or rows in memory cannot be used.
 
     Example:
         result = MultimodalGRPOTrainer(model, reward_funcs="exact_match", train_dataset=rows, eval_fraction=0.1).train()

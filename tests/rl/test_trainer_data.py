@@ -396,7 +396,7 @@ def test_constructor_refuses_all_that_needs_no_network(
 
 
 def test_tokenizer_is_no_processor(tiny: Tiny) -> None:
-    for model in (tiny.model, str(tiny.folder)):
+    for model in (tiny.model(), str(tiny.folder)):
         with refused("image_processor_missing", type(tiny.processor.tokenizer).__name__):
             MultimodalGRPOTrainer(model, tiny.processor.tokenizer, reward_funcs=letters, train_dataset=rows())
 
@@ -423,6 +423,7 @@ def test_option_of_trl_names_the_nearest_option() -> None:
         ("rows_unusable", ("wrong_type", "float32"), {"train_dataset": rows(image=np.zeros((28, 28, 3), np.float32))}),
         ("rows_unusable", ("bad_path",), {"train_dataset": rows(image="https://example.org/1.png")}),
         ("rows_unusable", ("reserved_token",), {"train_dataset": rows(prompt="<|image_pad|> Which?")}),
+        ("rows_missing", ("train_dataset",), {"train_dataset": iter([])}),
         ("value_not_json", ("row 0",), {"train_dataset": rows(more=object())}),
     ],
 )

@@ -77,15 +77,17 @@ def describe_rows(rows: Any, split: str) -> WrittenRows | None:
     tables = (list, tuple, pd.DataFrame, pa.Table, *((library.Dataset,) if library is not None else ()))
     if not isinstance(rows, (*tables, Mapping, bytes)) and isinstance(rows, Iterable):
         return None
-    first = next((row for row, _ in _rows(rows[:1] if isinstance(rows, pd.DataFrame | pa.Table) else rows, split)), {})
+    table: Any = rows
+    head = table[:1] if isinstance(rows, pd.DataFrame | pa.Table) else table
+    first: Any = next((row for row, _ in _rows(head, split)), {})
     if isinstance(first, BadRow):
         return None
-    each_row = rows if isinstance(rows, list | tuple) else [first]
+    each_row = table if isinstance(rows, list | tuple) else [first]
     if others := [row for row in each_row if not isinstance(row, Mapping)]:
         raise _wrong_type(others[0], "a row")
     columns = {str(name) for row in each_row for name in row}
     images = {str(name) for name, value in first.items() if _is_image(value)} - {*IMAGE_COLUMNS}
-    return WrittenRows(len(rows), tuple(sorted(columns)), False, 0, tuple(sorted(images)))
+    return WrittenRows(len(table), tuple(sorted(columns)), False, 0, tuple(sorted(images)))
 
 
 def write_rows(rows: Any, folder: Path, split: str, most: int | None = None) -> WrittenRows:
