@@ -136,7 +136,7 @@ def recipe_names() -> list[str]:
     Raises:
         ConfigurationError: there are no recipes, so the installation is incomplete.
     """
-    names = installed_names()
+    names = installed_names(CONFIGS)
     if not names:
         raise ConfigurationError(
             "no recipes are installed",

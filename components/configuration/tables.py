@@ -108,18 +108,18 @@ def _extends_nothing(name: str, extended: Path, path: Path, has_flow: bool) -> C
         installed = copied[0].resolve().relative_to(CONFIGS).with_suffix("").as_posix()
         remedy = f'write extends = "{installed}"' + ', and the flow: flow = "train-vlm"' * (not has_flow)
     elif not name.endswith(SUFFIX):
-        remedy = closest(name, installed_names())
+        remedy = closest(name, installed_names(CONFIGS))
     else:
         remedy = suggestion(extended.name, beside) if beside else "correct the path, which begins at this file's folder"
     return ConfigurationError(what, code="recipe_file_missing", where=f"{path}, extends", remedy=remedy)
 
 
-def installed_names() -> list[str]:
-    """Return the names `<flow>/<deployment>` of installed recipes, sorted.
+def installed_names(configs: Path) -> list[str]:
+    """Return the names `<flow>/<deployment>` of the recipes in the folder `configs`, sorted.
 
     Folders and files that begin with an underscore are bases for other recipes and are not listed.
     """
-    names = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob(f"*/*{SUFFIX}"))]
+    names = [f"{path.parent.name}/{path.stem}" for path in sorted(configs.glob(f"*/*{SUFFIX}"))]
     return [name for name in names if not name.startswith("_") and "/_" not in name]
 
 
@@ -127,7 +127,7 @@ def closest(name: str, recipes: Sequence[str]) -> str:
     """Return the remedy for an unknown name of a recipe: the three recipes whose whole or last name is nearest.
 
     >>> closest("colrs", ["train-vlm/colors", "evaluate/sweep", "train-vla/tiny", "train-vlm/recall"])
-    "did you mean 'train-vlm/colors', 'train-vlm/recall' or 'evaluate/sweep'? `armature list` shows all recipes"
+    "did you mean 'train-vlm/colors', 'evaluate/sweep' or 'train-vlm/recall'? `armature list` shows all recipes"
     """
 
     def likeness(recipe: str) -> float:

@@ -67,7 +67,7 @@ def check_model(model: Any, processor: Any, adapter: Any) -> None:
     if isinstance(processor, str | Path) or takes_text_only:
         raise ConfigurationError(
             f"tokenizer is {type(processor).__name__}, which takes no images",
-            code="image_processor_missing",
+            code="processor_missing",
             where="MultimodalGRPOTrainer",
             remedy="pass the model's processor, AutoProcessor.from_pretrained(...), of which the tokenizer is a part; "
             "for a model by name leave it out",

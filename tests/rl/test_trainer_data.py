@@ -375,7 +375,7 @@ def test_rejects_arguments_that_do_not_fit(code: str, shown: tuple[str, ...], op
         ("not_a_checkpoint", (), {"model": "."}),
         ("unknown_name", ("'colors'",), {"train_dataset": None, "config": MultimodalRLConfig(env_id="colrs")}),
         ("adapter_wrong_type", ("MultimodalRLConfig",), {"adapter": MultimodalRLConfig()}),
-        ("image_processor_missing", ("str",), {"tokenizer": "no-such-model"}),
+        ("processor_missing", ("str",), {"tokenizer": "no-such-model"}),
     ],
 )
 def test_constructor_refuses_all_that_needs_no_network(
@@ -397,7 +397,7 @@ def test_constructor_refuses_all_that_needs_no_network(
 
 def test_tokenizer_is_no_processor(tiny: Tiny) -> None:
     for model in (tiny.model(), str(tiny.folder)):
-        with refused("image_processor_missing", type(tiny.processor.tokenizer).__name__):
+        with refused("processor_missing", type(tiny.processor.tokenizer).__name__):
             MultimodalGRPOTrainer(model, tiny.processor.tokenizer, reward_funcs=letters, train_dataset=rows())
 
 
