@@ -23,7 +23,7 @@ from armature.components.rl.recipe import TrainVlm
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.training.processes import SERVER_SHARE, TrainerProcesses
 from armature.components.training.sharding import blocks, n_parameters
-from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory_of
+from armature.components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory_of, recurrent_layers
 from armature.components.vlm.settings import TrainerSettings
 
 CAPACITIES = (24e9, 48e9, 80e9, 141e9)
@@ -106,7 +106,9 @@ class ModelSizes:
     root: int
     """Number of parameters outside of blocks."""
     key_value_bytes: int
-    """Bytes of the KV cache for one token, over all layers, in 16 bits."""
+    """Bytes of the KV cache for one token, over all layers with attention, in 16 bits."""
+    state_bytes: int
+    """Bytes of the recurrent states of one sequence, over all layers with linear attention."""
     estimate: MemoryEstimate
 
     @property
@@ -160,11 +162,13 @@ def model_sizes(config: Any, model: ModelSettings, trainer: TrainerSettings, ser
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    stateful, state = recurrent_layers(text)
     return ModelSizes(
         tensors=sum(1 for _ in skeleton.parameters()),
         blocks=len(units),
         root=estimate.parameters - sum(units),
-        key_value_bytes=2 * prod((2, heads, width, text.num_hidden_layers)),
+        key_value_bytes=2 * prod((2, heads, width, text.num_hidden_layers - stateful)),
+        state_bytes=stateful * state,
         estimate=estimate,
     )
 
@@ -247,6 +251,7 @@ def server_parts(sizes: ModelSizes, gpus: int, sequences: int, context: int) -> 
     return {
         "weights": sizes.estimate.server_weights // gpus,
         f"KV cache of {sequences} x {context:,} tokens": sequences * context * sizes.key_value_bytes // gpus,
+        "recurrent states": sequences * sizes.state_bytes // gpus,
     }
 
 

@@ -330,7 +330,8 @@ class LanguagePlan:
         """Return the number of sequences that a server decodes at once, limited by vLLM's setting and by its cache."""
         room = USABLE * self.gpu.memory * self.gpus_per_server - self.sizes.estimate.server_weights
         most = int(self.machine.servers.arguments.get("max_num_seqs", MAX_SEQUENCES))
-        return min(most, int(room / (self.sizes.key_value_bytes * self.settings.inference.max_model_len)))
+        sequence = self.sizes.key_value_bytes * self.settings.inference.max_model_len + self.sizes.state_bytes
+        return min(most, int(room / sequence))
 
     def rank_bytes(self, ranks: int) -> int:
         """Return the bytes that one rank needs if the trainer has `ranks` ranks."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from armature.components.families.family import family_of
+from armature.components.models.attention import LINEAR
 from armature.components.models.blockwise import NF4, SIGNED
 from armature.components.models.load import load_config
 from armature.components.models.lora import quantized_layers, target_modules
@@ -68,6 +69,20 @@ It accounts for CUDA's context, NCCL, fragmentation and short-lived tensors.
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
+CHUNK = 64
+"""Number of tokens after which the chunked rule of linear attention keeps a state."""
+
+
+def recurrent_layers(text: PreTrainedConfig) -> tuple[int, int]:
+    """Return how many layers of a language model have linear attention, and the bytes of the state of one of them.
+
+    The state is fp32: key width x value width for each value head.
+    """
+    layers = list(getattr(text, "layer_types", None) or ()).count(LINEAR)
+    widths = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return layers, 4 * prod(getattr(text, name) for name in widths) if layers else 0
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Estimated bytes of one rank of the trainer, and of one server's weights."""
@@ -88,7 +103,8 @@ class MemoryEstimate:
     blocks, and the two largest blocks; see `armature.components.training.sharding.blocks`."""
     activations: int
     """Bytes that transformer layers save for the backward pass: 34 per token and hidden unit in bf16 (arXiv 2205.05198
-    without the attention scores) for each layer; with gradient checkpointing or offloading for one layer."""
+    without the attention scores) for each layer; with gradient checkpointing or offloading for one layer. Layers of
+    linear attention save a state in fp32 for every 64 tokens, too."""
     logits: int
     """Bytes of one chunk of logits in fp32 with its gradient; with `triton` the gradient alone, in the dtype of matrix
     products; with `normal` the logits of a whole micro-batch."""
@@ -190,9 +206,11 @@ def estimate_memory_of(
     inputs = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
     if trainer.activation_offloading:
         layers, inputs = 1, 0
+    stateful, state = recurrent_layers(text)
+    states = min(layers, stateful) * ceil(tokens / CHUNK) * state
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
     low = master if trainer.weights == "bfloat16" else 0
-    states = {"device": 8 + low, "cpu": 0, "8bit": 2 + 2 * 4 / SIGNED.block + low}[trainer.optimizer_states]
+    moments = {"device": 8 + low, "cpu": 0, "8bit": 2 + 2 * 4 / SIGNED.block + low}[trainer.optimizer_states]
     few_bits = sum(layer.weight.numel() for _, layer in quantized_layers(skeleton, family)) if model.quantization else 0
     models = 2 if trainer.kl_coefficient and model.lora is None else 1
     chunked = trainer.logprobs if isinstance(trainer.logprobs, ChunkedLogprobs) else None
@@ -203,10 +221,10 @@ def estimate_memory_of(
         trainable=trainable,
         models=models,
         weights=models * ((parameters - few_bits) * BYTES[model.dtype] + few_bits // 2 + 4 * NF4.blocks(few_bits)),
-        optimizer=ceil(trainable * (4 + states + master - low)),
+        optimizer=ceil(trainable * (4 + moments + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
-        activations=17 * width * tokens * text.hidden_size * layers + inputs,
+        activations=17 * width * tokens * text.hidden_size * layers + states + inputs,
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )

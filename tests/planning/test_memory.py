@@ -107,6 +107,19 @@ def test_estimate_equals_fsdp_shards_of_7b_model(tmp_path: Path) -> None:
     assert server_parts(sizes, 2, 3, 1000)["KV cache of 3 x 1,000 tokens"] == 3 * 1000 * sizes.key_value_bytes // 2
 
 
+def test_linear_attention_has_a_state_in_place_of_keys_and_values(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["qwen3_5"]()  # sizes of Qwen3.5-9B: every fourth of 32 layers has keys and values
+    settings = ModelSettings(source=str(tmp_path), gradient_checkpointing=True)
+    tokens = 640
+    trainer = TRAINER.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    sizes = model_sizes(config, settings, trainer, "bfloat16")
+    state = 32 * 128 * 128 * 4
+    assert sizes.key_value_bytes == 2 * 4 * 256 * 8 * 2 and sizes.state_bytes == 24 * state
+    assert server_parts(sizes, 2, 3, 1000)["recurrent states"] == 3 * 24 * state // 2
+    # Inputs of all layers, and of the one that is recomputed 17 values for each token and hidden unit, and ten states.
+    assert sizes.estimate.activations == (17 + 32) * 2 * tokens * 4096 + 10 * state
+
+
 @pytest.mark.parametrize(
     ("together", "share", "on_gpu", "least"),
     [
