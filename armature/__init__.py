@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from armature.components.artifacts.images import ImageStore, encode_png
+    from armature.components.artifacts.videos import FrameSettings, encode_video, read_video
     from armature.components.configuration import Recipe, load_recipe, recipe_names
     from armature.components.configuration.stages import TerminalEvents
     from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch
@@ -53,6 +54,7 @@ __all__ = [
     "Environment",
     "Episode",
     "EpisodeResult",
+    "FrameSettings",
     "GenerateOutputs",
     "GeneratedEnvironment",
     "ImageStore",
@@ -80,12 +82,14 @@ __all__ = [
     "collect_results",
     "create_dataset",
     "encode_png",
+    "encode_video",
     "get_adapter",
     "load_recipe",
     "make_environment",
     "make_tiny_checkpoint",
     "project_path",
     "read_rollouts",
+    "read_video",
     "recipe_names",
     "run_recipe",
     "tasks_of_step",
@@ -102,6 +106,7 @@ _MODULES = {
     "Environment": "armature.components.contracts.episodes",
     "Episode": "armature.components.contracts.episodes",
     "EpisodeResult": "armature.components.evaluation.results",
+    "FrameSettings": "armature.components.artifacts.videos",
     "GenerateOutputs": "armature.components.contracts.rollouts",
     "GeneratedEnvironment": "armature.components.environments.generated",
     "ImageStore": "armature.components.artifacts.images",
@@ -129,12 +134,14 @@ _MODULES = {
     "collect_results": "armature.components.evaluation.results",
     "create_dataset": "armature.components.robots.datasets.lerobot.writer",
     "encode_png": "armature.components.artifacts.images",
+    "encode_video": "armature.components.artifacts.videos",
     "get_adapter": "armature.components.models.adapters",
     "load_recipe": "armature.components.configuration",
     "make_environment": "armature.components.environments.make",
     "make_tiny_checkpoint": "armature.components.models.tiny.build",
     "project_path": "armature.components.machine.project",
     "read_rollouts": "armature.components.rollouts.table",
+    "read_video": "armature.components.artifacts.videos",
     "recipe_names": "armature.components.configuration",
     "run_recipe": "armature.run",
     "tasks_of_step": "armature.components.rollouts.sampler",

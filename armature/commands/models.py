@@ -91,6 +91,7 @@ def serve(
         typer.Option(help="Longest prompt and completion together, in tokens. Default: 4096, or the model's limit."),
     ] = None,
     max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 16,
+    max_videos: Annotated[int, typer.Option(help="Videos in one prompt.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU.")] = "",
     quantization: Annotated[
         Optional[str],  # noqa: UP045
@@ -114,6 +115,7 @@ def serve(
     values: dict[str, Any] = {
         "max_model_len": max_model_len or 4096,
         "max_images_per_prompt": max_images,
+        "max_videos_per_prompt": max_videos,
         "dtype": dtype or ("bfloat16" if devices else "float32"),
         "quantization": quantization,
     }

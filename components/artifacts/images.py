@@ -24,9 +24,10 @@ from PIL.PngImagePlugin import PngImageFile
 
 from armature.components.artifacts.disk import write_files
 from armature.components.artifacts.tables import IMAGE_REF
+from armature.components.artifacts.videos import Video, decode_video, video_times
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
-from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.contracts.images import VIDEO, EncodedImage, ImageRef
 
 # --- Conversion to 8-bit RGB, upright, on white ---
 
@@ -143,12 +144,12 @@ def _on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
-"""Supported image formats: Pillow's name of the format, by media type."""
+FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", VIDEO: "APNG"}
+"""Supported image formats: Pillow's name of the format, by media type. Pillow calls an animated PNG (APNG) a PNG."""
 MAX_BYTES = 32 * 2**20
 """Largest allowed size of an encoded image, in bytes."""
 MAX_PIXELS = 64 * 10**6
-"""Largest allowed number of pixels of an image."""
+"""Largest allowed number of pixels of an image, or of all frames of a video."""
 MAX_SCANNED = 100 * MAX_PIXELS
 """Largest allowed product of pixels and scans of a progressive JPEG. Decoding a scan takes time for all pixels,
 although the scan may have few bytes."""
@@ -176,7 +177,7 @@ def _png(rgb: Image.Image) -> EncodedImage:
 
 
 def decode(image: EncodedImage) -> Image.Image:
-    """Decode an image to upright RGB on white, see `to_rgb`.
+    """Decode an image, or the first frame of a video, to upright RGB on white, see `to_rgb`.
 
     Raises:
         DataError: the image is too large, animated, truncated, a decompression bomb, or not of its media type.
@@ -188,12 +189,15 @@ def decode(image: EncodedImage) -> Image.Image:
 def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
     """Return an encoded image that every decoder decodes to the same pixels, and these pixels.
 
-    The result is `image` itself if it is RGB, upright and without transparency. Otherwise, and if its metadata cannot
-    be read, the result is a PNG of its pixels.
+    The result for a video is `image` itself and the first frame. So it is for an image that is RGB, upright and without
+    transparency. Otherwise, and if its metadata cannot be read, the result is a PNG of its pixels.
 
     Raises:
         DataError: see `decode`; or the PNG is too large.
     """
+    if image.media_type == VIDEO:
+        check_image_header(image)
+        return image, decode_video(image).frames[0]
     with _opened(image) as opened:
         rgb, plain = rgb_and_plain(opened)
         encoded = image if plain and opened.format == FORMATS[image.media_type] else _png(rgb)
@@ -228,7 +232,7 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
             f"the image file has {len(image.data)} bytes, more than {MAX_BYTES}", code="image_file_too_large"
         )
     try:
-        opened = Image.open(io.BytesIO(image.data), formats=tuple(FORMATS.values()))
+        opened = Image.open(io.BytesIO(image.data), formats=("PNG", "JPEG", "WEBP"))
         _check_header(opened, image)
         with _large if opened.width * opened.height > LARGE_PIXELS else nullcontext():
             yield opened
@@ -247,18 +251,19 @@ def _check_header(opened: Image.Image, image: EncodedImage) -> None:
     # MPO is a JPEG with further images, as phones and stereo cameras write it: the first image counts.
     actual = "JPEG" if opened.format == "MPO" else opened.format
     frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
-    if actual != FORMATS[image.media_type]:
+    video = image.media_type == VIDEO
+    if actual != ("PNG" if video else FORMATS[image.media_type]):
         raise DataError(f"the bytes are {actual}, but the media type is {image.media_type}", code="media_type_mismatch")
-    pixels = opened.width * opened.height
+    pixels = opened.width * opened.height * (len(video_times(opened)) if video else 1)
     if pixels > MAX_PIXELS:
         raise DataError(
             f"the image has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS}", code="image_too_large"
         )
-    if frames > 1:
+    if frames > 1 and not video:
         raise DataError(
             f"the image is animated, with {frames} frames",
             code="image_animated",
-            remedy="pass the frames of interest as single images",
+            remedy="read it as a video with armature.read_video, or pass frames as single images",
         )
     scans = image.data.count(b"\xff\xda") if opened.info.get("progressive") else 1
     if scans * pixels > MAX_SCANNED:
@@ -346,16 +351,17 @@ class ImageStore:
             )
         return image.data
 
-    def open(self, ref: ImageRef) -> Image.Image:
-        """Read an image and return its pixels as `decode` does."""
-        return decode(EncodedImage(self.read(ref), ref.media_type))
+    def open(self, ref: ImageRef) -> Image.Image | Video:
+        """Read an image and return its pixels as `decode` does; or all frames of a video."""
+        image = EncodedImage(self.read(ref), ref.media_type)
+        return decode_video(image) if ref.media_type == VIDEO else decode(image)
 
 
 # --- Archive of one artifact's images, for the remote store ---
 
 PART_BYTES = 64 * 2**20
 """Number of bytes of unpacked images that are written together. One wait for the disk then covers many images."""
-_NAME = re.compile(r"([0-9a-f]{64})\.(png|jpeg|webp)")
+_NAME = re.compile(r"([0-9a-f]{64})\.(a?png|jpeg|webp)")
 _DATE = (1980, 1, 1, 0, 0, 0)
 """Date of every file in an archive. It is always the same, so archives of equal images have equal bytes."""
 _MEDIA_TYPES = {name.lower(): media_type for media_type, name in FORMATS.items()}

@@ -24,10 +24,10 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from armature.components.artifacts.disk import write_file
-from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.images import ImageStore, decode
 from armature.components.artifacts.json_lines import History
 from armature.components.contracts.errors import ConfigurationError, blanked
-from armature.components.contracts.images import ImageRef
+from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.contracts.installation import install_command
 from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.stages import TRAINING, Artifact, Events
@@ -380,13 +380,18 @@ def shown_rollouts(folder: Path, images: ImageStore) -> list[dict[str, Any]]:
         row = {
             "rollout": turns[0]["trajectory_id"],
             "task": turns[0]["task_id"],
-            "images": [images.open(ImageRef(**each)) for each in turns[-1]["images"][:IMAGES]],
+            "images": [_still(images, ImageRef(**each)) for each in turns[-1]["images"][:IMAGES]],
             "prompt": "\n".join(_texts(json.loads(turns[0]["messages"]))),
             "answer": " / ".join(turn["completion"] for turn in turns),
             "reward": sum(turn["reward"] for turn in turns),
         }
         shown.append(row)
     return shown
+
+
+def _still(images: ImageStore, ref: ImageRef) -> Any:
+    """Return an image, or the first frame of a video."""
+    return decode(EncodedImage(images.read(ref), ref.media_type))
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

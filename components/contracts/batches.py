@@ -31,7 +31,7 @@ class Sample:
     All arrays have shape (L,). `loss_mask` is True exactly on sampled tokens. For a sampled token j,
     `behavior_logprobs[j]` is the log-prob with which token j was sampled, `policy_versions[j]` is the version of the
     oldest weights that sampled its turn, and `advantages[j]` is its advantage. For all other tokens these three are
-    0.0, -1 and 0.0.
+    0.0, -1 and 0.0. Tokens of videos are written as image tokens: to a trainer, a video is an image of several frames.
     """
 
     sample_id: str

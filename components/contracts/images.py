@@ -10,6 +10,8 @@ from hashlib import sha256
 
 from armature.components.contracts.errors import DataError
 
+VIDEO = "image/apng"
+"""Media type of a video, which is stored as an animated PNG; see `armature.components.artifacts.videos`."""
 _DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
 
@@ -17,12 +19,14 @@ _DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 class EncodedImage:
     """The bytes of an image file, as an environment returns them or the image store keeps them.
 
+    A video is an image of several frames: `armature.encode_video` and `armature.read_video` make it.
+
     >>> EncodedImage.from_url("data:image/png;base64,iVBORw==").media_type
     'image/png'
     """
 
     data: bytes
-    media_type: str  # "image/png", "image/jpeg" or "image/webp"
+    media_type: str  # "image/png", "image/jpeg", "image/webp", or "image/apng" for a video
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes) or not isinstance(self.media_type, str):

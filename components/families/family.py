@@ -17,6 +17,23 @@ COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 
 @dataclass(frozen=True)
+class VideoInputs:
+    """Describes how a video becomes an image of several frames, which it is to the trainer: with `image_grid_thw`
+    (1, 3) of its t > 1 groups of two frames, and positions (time, height, width) as vLLM computes them.
+
+    Attributes:
+        token: token that takes one feature of a video, as text or as a path from the processor.
+        outputs: names of the video processor's outputs, and of the image inputs that they become.
+        seconds: name of the output with the seconds of a group; empty if frames are told apart by text, and all have
+            the same time in positions.
+    """
+
+    token: str
+    outputs: Mapping[str, str]
+    seconds: str = ""
+
+
+@dataclass(frozen=True)
 class ImageInputs:
     """Describes which inputs of the model the images of a sample become.
 
@@ -28,6 +45,7 @@ class ImageInputs:
         type_ids: name of the (B, L) input that marks image tokens with 1; None if the model has no such input.
         typed_tokens: texts of the marked tokens; if empty, the feature token.
         reserved: texts of all tokens that only a processor may write and no policy may sample.
+        videos: description of video inputs; None if the family's models are not shown videos.
         merge_turns: False if a later image changes the log-probs of earlier tokens, so that turns must not share a
             sequence.
     """
@@ -37,6 +55,7 @@ class ImageInputs:
     type_ids: str | None = None
     typed_tokens: tuple[str, ...] = ()
     reserved: tuple[str, ...] = ()
+    videos: VideoInputs | None = None
     merge_turns: bool = True
 
 

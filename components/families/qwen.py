@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from armature.components.families.family import COMPONENTS, LANGUAGE, Family, ImageInputs
+from armature.components.families.family import COMPONENTS, LANGUAGE, Family, ImageInputs, VideoInputs
 from armature.components.families.joins import cat
 from armature.components.families.tiny import PATCH, TinyRecipe, TinySettings, TinyVocabulary, chatml, text_sizes
 
@@ -17,7 +17,9 @@ VOCABULARY = TinyVocabulary(
     pad="<|endoftext|>",
     eos="<|im_end|>",
 )
-TEMPLATE = chatml("<|vision_start|><|image_pad|><|vision_end|>")
+_TEXT = "{%- else -%}{{ part['text'] }}"
+_VIDEO = "{%- elif part['type'] in ('video', 'video_url') -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+TEMPLATE = chatml("<|vision_start|><|image_pad|><|vision_end|>").replace(_TEXT, _VIDEO + _TEXT)
 
 
 def _ids(tokenizer: Any) -> dict[str, int]:
@@ -150,32 +152,34 @@ def _mrope(settings: TinySettings) -> dict[str, Any]:
     }
 
 
-def _image_processor(settings: TinySettings, patch_size: int) -> Any:
-    from transformers import Qwen2VLImageProcessor
-
-    return Qwen2VLImageProcessor(
-        patch_size=patch_size,
-        merge_size=MERGE,
-        temporal_patch_size=2,
-        size={"shortest_edge": (patch_size * MERGE) ** 2, "longest_edge": settings.image_side**2},
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
-
-
-def _processor(kind: str, video: str, patch_size: int) -> Callable[[TinySettings, Any], Any]:
-    """Return a function that builds a processor of class `kind` with a video processor of class `video`."""
+def _processor(kind: str, video: str, patch_size: int, frames: int = 1) -> Callable[[TinySettings, Any], Any]:
+    """Return a function that builds a processor of class `kind` with a video processor of class `video`, which limits
+    the pixels of so many `frames` together."""
 
     def build(settings: TinySettings, tokenizer: Any) -> Any:
         import transformers
 
-        images = _image_processor(settings, patch_size)
-        videos = getattr(transformers, video)(patch_size=patch_size, merge_size=MERGE, temporal_patch_size=2)
+        least, most = (patch_size * MERGE) ** 2, settings.image_side**2
+        sizes = {"patch_size": patch_size, "merge_size": MERGE, "temporal_patch_size": 2}
+        colors = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+        images = transformers.Qwen2VLImageProcessor(
+            size={"shortest_edge": least, "longest_edge": most}, **sizes, **colors
+        )
+        videos = getattr(transformers, video)(
+            size={"shortest_edge": least, "longest_edge": frames * most}, **sizes, **colors
+        )
         return getattr(transformers, kind)(images, tokenizer, videos, chat_template=tokenizer.chat_template)
 
     return build
 
 
+VIDEOS = VideoInputs(".video_token", {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"})
+_IMAGES = ImageInputs(
+    feature_token=".image_token",
+    joins={"pixel_values": cat, "image_grid_thw": cat},  # patches of all images; one grid per image
+    type_ids="mm_token_type_ids",  # needed for 3-D rotary positions; without them Qwen2.5-VL silently uses 1-D ones
+    videos=VIDEOS,
+)
 QWEN2_VL = Family(
     name="qwen2-vl",
     model_type="qwen2_vl",
@@ -187,11 +191,7 @@ QWEN2_VL = Family(
     wrap_classes=("Qwen2VLDecoderLayer", "Qwen2VLVisionBlock"),
     served_adapters=COMPONENTS,
     whole_tower=True,
-    images=ImageInputs(
-        feature_token=".image_token",
-        joins={"pixel_values": cat, "image_grid_thw": cat},  # patches of all images; one grid per image
-        type_ids="mm_token_type_ids",  # needed for 3-D rotary positions; without them Qwen2.5-VL silently uses 1-D ones
-    ),
+    images=_IMAGES,
     tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_2, _processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor", PATCH)),
 )
 QWEN2_5_VL = replace(
@@ -199,6 +199,7 @@ QWEN2_5_VL = replace(
     name="qwen2.5-vl",
     model_type="qwen2_5_vl",
     wrap_classes=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"),
+    images=replace(_IMAGES, videos=replace(VIDEOS, seconds="second_per_grid_ts")),
     tiny=TinyRecipe(
         VOCABULARY, TEMPLATE, _config_2_5, _processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", PATCH)
     ),
@@ -210,7 +211,9 @@ QWEN3_VL = replace(
     projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     wrap_classes=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
     embeds_features=False,
-    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)),
+    tiny=TinyRecipe(
+        VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, frames=32)
+    ),
 )
 QWEN3_5 = replace(
     QWEN2_VL,

@@ -115,13 +115,14 @@ def request_body(
     """Return the JSON body of a chat request for `n` samples. The answer contains token ids and log-probs for training.
 
     Raises:
-        GenerationFailure: an image is given by URL instead of inline. Servers must not download anything.
+        GenerationFailure: an image or video is given by URL instead of inline. Servers must not download anything.
     """
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
-            url = part.get("image_url", {}).get("url", "") if isinstance(part, Mapping) else ""
-            if part.get("type") == "image_url" and not url.startswith("data:image/"):
+            kind = part.get("type") if isinstance(part, Mapping) else ""
+            url = part.get(kind, {}).get("url", "") if kind in ("image_url", "video_url") else "data:image/"
+            if not url.startswith("data:image/"):
                 raise GenerationFailure(
                     f"an image is passed by URL, not inline: {url[:80]!r}",
                     reason="image_not_inline",

@@ -11,7 +11,7 @@ from armature.components.artifacts.tensors import Tensors, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.machine import Machine, Scalar, available_cpus
-from armature.components.families.family import FAMILIES
+from armature.components.families.family import FAMILIES, family_of
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.network import loopback
@@ -199,7 +199,7 @@ _RESERVED_ARGUMENTS = {
     "logprobs_mode": "the pool: anything but processed_logprobs biases importance ratios",
     "generation_config": "the pool: a checkpoint's own top_k or penalties would bias importance ratios",
     "max_model_len": "inference.max_model_len",
-    "limit_mm_per_prompt": "inference.max_images_per_prompt",
+    "limit_mm_per_prompt": "inference.max_images_per_prompt and max_videos_per_prompt",
     "dtype": "inference.dtype",
     "quantization": "inference.quantization",
     "quantization_config": "inference.quantization",
@@ -233,7 +233,9 @@ def server_command(
         "port": port,
         "dtype": settings.dtype,
         "max-model-len": settings.max_model_len,
-        "limit-mm-per-prompt": json.dumps({"image": settings.max_images_per_prompt, "video": 0}),
+        "limit-mm-per-prompt": json.dumps(
+            {"image": settings.max_images_per_prompt, "video": settings.max_videos_per_prompt}
+        ),
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
         "seed": 0,
@@ -263,6 +265,8 @@ def server_command(
     _check_entries(model)
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
+    if settings.max_videos_per_prompt:
+        _refuse_videos(model)
     if settings.quantization is not None:
         _refuse_quantization(machine, gpus, adapters)
         ignored = json.dumps({"ignore": [_NOT_TEXT]})
@@ -311,6 +315,17 @@ def _check_entries(model: Path) -> None:
                 + (f": {json.dumps(needed)}" if needed is not None else "")
                 + ". transformers leaves the entry out of a new configuration",
             )
+
+
+def _refuse_videos(model: Path) -> None:
+    family = family_of(str(read_config(model).get("model_type")))
+    if family.images is None or family.images.videos is None:
+        raise ConfigurationError(
+            f"models of the family {family.name} are not shown videos",
+            code="video_unsupported",
+            where="inference.max_videos_per_prompt",
+            remedy="show frames as images and leave it out, or choose a family with videos: docs/models.md",
+        )
 
 
 def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:

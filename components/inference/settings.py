@@ -54,6 +54,8 @@ class ServerSettings(Settings):
     """Longest prompt and completion together, in tokens."""
     max_images_per_prompt: int = Field(16, ge=0)
     """Most images in one prompt, including the images of earlier turns. The limit takes no memory."""
+    max_videos_per_prompt: int = Field(0, ge=0)
+    """Most videos in one prompt, including the videos of earlier turns; families with videos are in docs/models.md."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the served weights; log-probs agree best with the trainer's own."""
     quantization: Literal["fp8"] | None = None

@@ -264,7 +264,9 @@ def complete_packing(
     body: Any = model.model
     rows = {**inputs, **grids}
     positions = packing.columns[None]
-    if GRID in rows and hasattr(body, "get_rope_index"):
+    if "position_ids" in rows:  # of a batch with a video
+        positions = rows["position_ids"][:, *at][:, None]
+    elif GRID in rows and hasattr(body, "get_rope_index"):
         positions = _rope_index(body, rows)[:, *at][:, None]
     blocks = attention_blocks(model.config, rows)
     if blocks is not None:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.videos import Video
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import GenerateOutputs, LogProbs
@@ -130,10 +131,12 @@ class _Schedule:
 
 
 class BlankImages(ImageStore):
-    """An image store that opens every image as a gray one of the same size."""
+    """An image store that opens every image, and every frame of a video, as a gray one of the same size."""
 
-    def open(self, ref: ImageRef) -> Image.Image:
-        return Image.new("RGB", super().open(ref).size, (128, 128, 128))
+    def open(self, ref: ImageRef) -> Image.Image | Video:
+        shown = super().open(ref)
+        gray = Image.new("RGB", shown.size, (128, 128, 128))
+        return replace(shown, frames=(gray,) * len(shown.frames)) if isinstance(shown, Video) else gray
 
 
 class TrialLearner:

@@ -18,7 +18,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.checks import EnvironmentInfo, environment_info, plain_text
 from armature.components.contracts.episodes import Environment, Observation, Outcome, Task
 from armature.components.contracts.errors import DataError, RolloutFailed
-from armature.components.contracts.images import EncodedImage, ImageRef
+from armature.components.contracts.images import VIDEO, EncodedImage, ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
 from armature.components.environments.guarded import GuardedEpisode
 from armature.components.environments.mixture import EnvironmentMixture
@@ -120,7 +120,8 @@ class Conversation:
             else:
                 ref, url = await self._shared.add(part)
                 self.images += (ref,)
-                sent.append({"type": "image_url", "image_url": {"url": url}})
+                kind = "video_url" if ref.media_type == VIDEO else "image_url"
+                sent.append({"type": kind, kind: {"url": url}})
                 shown.append({"type": "image", "sha256": ref.sha256})
         self.messages.append({"role": "user", "content": sent})
         self._unread.append({"role": "user", "content": shown})

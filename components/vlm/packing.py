@@ -222,6 +222,7 @@ def packed_batch(
     images = [[numbers[ref] for ref in sample.images] for sample in samples]
     for sample, shown in zip(samples, images, strict=True):
         collator.check_row(sample, [of_images[image] for image in shown])
+    collator.add_positions(batch, [[of_images[image] for image in shown] for shown in images])
     token = collator.image_token_id
     packing = packing_of(
         [content(one, token, [tokens[i] for i in shown]) for one, shown in zip(samples, images, strict=True)],

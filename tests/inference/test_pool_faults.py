@@ -190,9 +190,10 @@ async def test_wrong_key_is_an_immediate_error(stand_ins, make_pool, checkpoint,
             await pool.notify()
 
 
-async def test_server_never_fetches_images(join):
+@pytest.mark.parametrize("kind", ["image_url", "video_url"])
+async def test_server_never_fetches_images(kind, join):
     (server,), pool = join(1)
-    part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
+    part = {"type": kind, kind: {"url": "http://example.org/a.png"}}
     with refused("image_not_inline", "http://example.org/a.png"):
         async with pool:
             await pool.complete([{"role": "user", "content": [part]}], SAMPLING, 0)

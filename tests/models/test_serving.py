@@ -6,21 +6,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
+from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.families.family import FAMILIES
 from armature.components.models.load import load_model
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.vlm.sft.demonstrate import PromptWriter
+from tests.builders import make_trajectory, make_turn
 from tests.images import image_part
-from tests.vlm.conftest import model_settings
+from tests.vlm.conftest import learner_of, model_settings, open_tiny, score
+
+from .clips import conversations
 
 IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
 SETTINGS = model_settings()
+VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.images and family.images.videos]
 TOLERANCE = 1e-4  # nats per token, both in fp32
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -121,6 +128,41 @@ def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vllm_prompts_and_logprobs_equal_the_local_model_s(name, servable, served):
     _check(servable[name], served[name][0])
+
+
+@pytest.mark.parametrize("name", VIDEO_FAMILIES)
+def test_vllm_and_trainer_agree_on_videos(name, engine, tmp_path):
+    """The weights are large, so that log-probs depend on frames and positions."""
+    sharp = {"initializer_range": 0.1, "vision_initializer_range": 0.1}
+    tiny = open_tiny(make_tiny_checkpoint(name, tmp_path / "model", settings=sharp))
+    tiny.adapter.images = tiny.images.open
+    bias = {str(token): -100.0 for token in tiny.collator.forbidden_token_ids}
+    engine("start", str(tiny.folder), 3)
+    writer, trajectories = PromptWriter(tiny.processor), []
+    for case, messages in conversations().items():
+        (answer,) = engine("ask", [messages], 1.0, bias)
+        assert answer["prompt"] == writer.prompt(messages).tolist(), case
+        refs = tuple(
+            tiny.images.put(EncodedImage.from_url(part[part["type"]]["url"]))
+            for message in messages
+            for part in message["content"]
+            if isinstance(part, dict) and part["type"] != "text"
+        )
+        turn = make_turn(
+            prompt_token_ids=answer["prompt"],
+            completion_token_ids=answer["sampled"],
+            completion_logprobs=answer["logprobs"],
+            images=refs,
+        )
+        trajectories.append(make_trajectory(case, "g", [turn]))
+    samples, drops = tiny.adapter.samples(GenerateOutputs(trajectories))
+    assert not drops
+    for packing in (False, True):
+        scored = score(learner_of(tiny, packing=packing, max_tokens_per_micro_batch=4096), tiny, samples)
+        for sample, own in zip(samples, scored, strict=True):
+            gap = np.abs(own - sample.behavior_logprobs)[sample.loss_mask].max()
+            print(f"{name}, packed {packing}, {sample.trajectory_id}: {len(own)} tokens, {gap:.1e} nats")
+            assert gap < 1e-5, sample.trajectory_id
 
 
 @pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))

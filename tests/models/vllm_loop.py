@@ -1,8 +1,8 @@
 """Serve one checkpoint after another in one vLLM process; runs in vLLM's own Python environment.
 
 The only argument is the number of a socket. Each line from it is a command as a JSON list, answered with one line:
-["start", folder], ["load", folder] (in place, like this project's file transfer), ["load in pieces", folder] (tensor by
-tensor, like vLLM's NCCL engine) and ["ask", conversations, temperature, logit_bias].
+["start", folder, videos], ["load", folder] (in place, like this project's file transfer), ["load in pieces", folder]
+(tensor by tensor, like vLLM's NCCL engine) and ["ask", conversations, temperature, logit_bias].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register_class(folder: str) -> None:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def start(folder: str) -> LLM:
+def start(folder: str, videos: int = 0) -> LLM:
     register_class(folder)
     linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
@@ -46,7 +46,7 @@ def start(folder: str) -> LLM:
         enable_prefix_caching=False if linear else None,  # as this project's CPU servers set it
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        limit_mm_per_prompt={"image": 4, "video": 0},
+        limit_mm_per_prompt={"image": 4, "video": videos},
         num_gpu_blocks_override=512,
     )
 

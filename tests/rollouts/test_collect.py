@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.videos import decode_video
 from armature.components.contracts.episodes import Environment, Observation, Outcome, Split, Task
 from armature.components.contracts.errors import ServerError, StoreError
 from armature.components.contracts.images import EncodedImage
@@ -30,6 +31,7 @@ from armature.components.inference.client import GenerationFailure
 from armature.components.rollouts.collect import allow_open_files, collect
 from tests.builders import make_machine
 from tests.images import other_images, refused_images, turned_images
+from tests.models.clips import clip
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy
 
@@ -175,6 +177,19 @@ def test_server_gets_the_whole_chat_with_stored_image_bytes(store, events):
     assert all(url.startswith(head) for url in sent)
     stored = [store.read(image) for image in outputs.trajectories[0].turns[1].images]
     assert [base64.b64decode(url.removeprefix(head)) for url in sent] == stored
+
+
+def test_server_gets_a_video_as_it_is_stored(store, events):
+    async def show(episode: Any) -> Observation:
+        return Observation((clip(3, 0.5), "What moves?"))
+
+    policy = ScriptedPolicy(says("yes"))
+    outputs = play(Counting(turns=1, reset=show), policy, store, events, tasks=1, group_size=1)
+    ((_, message), _) = policy.requests[0]
+    (ref,) = outputs.trajectories[0].turns[0].images
+    data = base64.b64encode(store.read(ref)).decode()
+    assert message["content"][0] == {"type": "video_url", "video_url": {"url": f"data:image/apng;base64,{data}"}}
+    assert store.open(ref) == decode_video(clip(3, 0.5))
 
 
 def test_prompt_without_history_has_system_prompt_and_observation(store, events):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from armature.components.artifacts.images import encode_png
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.contracts.images import ImageRef
+from armature.components.contracts.images import EncodedImage, ImageRef
 from armature.components.families.family import FAMILIES
 from armature.components.models.adapters import model_inputs
 from armature.components.models.packed import complete_packing
@@ -26,7 +26,9 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import FeatureCache
 from armature.components.vlm.logprobs import Policy, predicting
 from armature.components.vlm.packing import micro_batches, packed_batch, packed_micro_batches, packing_of
+from armature.components.vlm.sft.demonstrate import PromptWriter
 from tests.images import noise
+from tests.models.clips import asks, clip
 
 from .conftest import LORA, Tiny, assert_same_step, learner_of, step, stepped, trainer_settings
 
@@ -225,6 +227,31 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
 def test_packed_rows_equal_separate_rows(family, make_tiny, tmp_path):
     tiny = make_tiny(family)
     assert_rows_are_separate(tiny, tiny.model(), conversations(tiny), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_packed_videos_equal_separate_rows(family, make_tiny, tmp_path):
+    """Rows share a video, an image, both or the first turn; videos with equal tokens differ in frames."""
+    tiny = make_tiny(family)
+    writer, one, other, image = PromptWriter(tiny.processor), clip(6, 1.0), clip(6, 1.0, seed=1), noise(2, 84, 56)
+    chats = [
+        ([one, "What moves?"], "red"),
+        ([one, "What moves?"], "green and blue"),
+        ([other, "What moves?"], "red"),
+        ([one, image, "and", other, "What moves?"], "blue"),
+        ([one, image, "and", other, "What moves?"], "a dog"),
+        ([image, "What is it?"], "blue"),
+    ]
+    samples = []
+    for number, (parts, answer) in enumerate(chats):
+        prompt = tiny.collator.as_image_tokens(writer.prompt([asks(*parts)]))
+        shown = [
+            part if isinstance(part, EncodedImage) else encode_png(part) for part in parts if not isinstance(part, str)
+        ]
+        ids = np.concatenate([prompt, writer.answer(answer)])
+        mask = np.arange(len(ids)) >= len(prompt)
+        samples.append(_sample(ids, tuple(map(tiny.images.put, shown)), str(number), mask, seed=number))
+    assert_rows_are_separate(tiny, tiny.model(), samples, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["pixtral", "gemma3"])

@@ -12,19 +12,25 @@ from PIL import Image
 from torch import Tensor
 
 from armature.components.artifacts.images import to_rgb
+from armature.components.artifacts.videos import Video
 from armature.components.contracts.batches import MultimodalBatch, Sample
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
-from armature.components.families.family import ImageInputs
+from armature.components.contracts.rollouts import TokenIds
+from armature.components.families.family import ImageInputs, VideoInputs
 from armature.components.families.joins import Features
 from armature.components.models.adapters.sequences import runs_fit
 
-ImageSource = Callable[[ImageRef], Image.Image]
-"""Function that opens the image of a reference."""
+Shown = Image.Image | Video
+ImageSource = Callable[[ImageRef], Shown]
+"""Function that opens the image or video of a reference."""
 
 PLACEHOLDER_RUNS = "placeholder_runs"
 """Key, among the features of an image, of a tensor (R,) with the lengths of the R runs of feature tokens. A run is a
 stretch of consecutive feature tokens in the text that the processor writes for the image."""
+TIME_STEP = "time_step"
+"""Key, among the features of a video, of a scalar tensor with the positions in time from one group of frames to the
+next."""
 TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Names of the processor's outputs that describe the text. All other outputs describe images."""
 
@@ -57,6 +63,73 @@ def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[
     features = {name: value for name, value in outputs.items() if name not in TEXT_OUTPUTS}
     features[PLACEHOLDER_RUNS] = run_lengths(outputs["input_ids"][0], feature_token)
     return features
+
+
+def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
+    """Return the arguments of a processor that show it exactly these frames with their times."""
+    from transformers.video_utils import VideoMetadata
+
+    frames = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
+    return {
+        "videos": [torch.from_numpy(each).permute(0, 3, 1, 2) for each in frames],
+        "video_metadata": [VideoMetadata(**video.metadata) for video in videos],
+        "do_sample_frames": False,
+    }
+
+
+def process_video(
+    processor: Any, video: Video, spec: VideoInputs, token: int, tokens_per_second: float
+) -> dict[str, Tensor]:
+    """Return a video's features under the names of an image's. The keys `PLACEHOLDER_RUNS` and `TIME_STEP` are added.
+
+    Raises:
+        DataError: the processor refuses the video.
+    """
+    try:
+        outputs = processor(text=[processor.video_token], return_tensors="pt", **video_arguments([video]))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise DataError(
+            f"the processor cannot use a video of {len(video.frames)} frames of {video.size}: {error}",
+            code="image_not_processed",
+            where=type(processor).__name__,
+            remedy="the sample is dropped and counted; scale such videos in the environment",
+        ) from error
+    features: dict[str, Tensor] = {name: outputs[output] for output, name in spec.outputs.items()}
+    features[PLACEHOLDER_RUNS] = run_lengths(outputs["input_ids"][0], token)
+    # vLLM takes the seconds from a float32 tensor, and computes in float64 from there.
+    step = 1.0
+    if spec.seconds:  # vLLM, too, has the seconds in float32, and goes on in float64
+        step = float(torch.as_tensor(outputs[spec.seconds]).float()[0]) * tokens_per_second
+    features[TIME_STEP] = torch.tensor(step, dtype=torch.float64)
+    return features
+
+
+def media_positions(shown: Tensor, features: Sequence[Features]) -> Tensor:
+    """Return the positions (3, L) in time, height and width of a row's tokens, as vLLM computes them for Qwen models.
+
+    Text after an image or a group of frames goes on behind the largest position there. (After a video, transformers
+    5.23 goes on behind its height or width, so that text gets positions which frames have.)
+
+    Args:
+        shown: (L,) bool, True at tokens of images and videos.
+        features: features of the row's images and videos, in order.
+    """
+    parts, begin, position = [], 0, 0
+    places = shown.nonzero()[:, 0].tolist()
+    at = 0
+    for one in features:
+        t, h, w = one["image_grid_thw"][0].tolist()
+        runs = one[PLACEHOLDER_RUNS].tolist()
+        merge = round((t * h * w / sum(runs)) ** 0.5)
+        frames = torch.arange(t // len(runs), dtype=torch.float64) * float(one.get(TIME_STEP, 1.0))
+        grid = torch.meshgrid(frames.long(), torch.arange(h // merge), torch.arange(w // merge), indexing="ij")
+        for run in runs:
+            text = places[at] - begin
+            parts.append(torch.arange(text).expand(3, -1) + position)
+            parts.append(torch.stack(grid).flatten(1) + position + text)
+            position, begin, at = int(parts[-1].max()) + 1, places[at] + run, at + run
+    parts.append(torch.arange(len(shown) - begin).expand(3, -1) + position)
+    return torch.cat(parts, 1)
 
 
 def is_missing(error: Exception) -> bool:
@@ -108,22 +181,39 @@ class SampleCollator:
         forbidden_token_ids: tokens that only a processor may write and no policy may sample.
     """
 
-    def __init__(self, processor: Any, spec: ImageInputs) -> None:
-        self.processor, self.spec = processor, spec
+    def __init__(self, processor: Any, spec: ImageInputs, tokens_per_second: float = 1.0) -> None:
+        """Read the token ids. `tokens_per_second` are positions in a second of video; see the model's configuration."""
+        self.processor, self.spec, self.tokens_per_second = processor, spec, tokens_per_second
         self.image_token_id = _token_id(spec.feature_token, processor)
+        self.video_token_id = None if spec.videos is None else _token_id(spec.videos.token, processor)
         self.typed_token_ids = frozenset(_known_token_ids(spec.typed_tokens, processor) or [self.image_token_id])
         reserved = _known_token_ids((processor.image_token, *spec.reserved), processor)
         self.forbidden_token_ids = frozenset({self.image_token_id, *self.typed_token_ids, *reserved})
         pad = processor.tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else processor.tokenizer.eos_token_id)
 
-    def process_image(self, image: Image.Image) -> dict[str, Tensor]:
-        """Return the features of one image on the CPU, which can be cached per distinct image.
+    def as_image_tokens(self, ids: TokenIds) -> TokenIds:
+        """Return `ids` with image tokens in place of video tokens, since a video is an image of several frames here."""
+        if self.video_token_id is None:
+            return ids
+        return np.where(ids == self.video_token_id, np.int32(self.image_token_id), ids)
+
+    def process_image(self, image: Shown) -> dict[str, Tensor]:
+        """Return the features of one image or video on the CPU, which can be cached per distinct image.
 
         Raises:
             DataError: the processor refuses the image.
-            ConfigurationError: the processor's outputs differ from those declared by the family.
+            ConfigurationError: the processor's outputs differ from those declared by the family, or it takes no videos.
         """
+        if isinstance(image, Video):
+            if self.spec.videos is None or self.video_token_id is None:
+                raise ConfigurationError(
+                    "models of this family are not shown videos",
+                    code="video_unsupported",
+                    where=type(self.processor).__name__,
+                    remedy="show frames as images, or choose a family with videos: docs/models.md",
+                )
+            return process_video(self.processor, image, self.spec.videos, self.video_token_id, self.tokens_per_second)
         features = process_one(self.processor, to_rgb(image), self.image_token_id)
         outputs = image_features(features).keys()
         if outputs != self.spec.joins.keys():
@@ -164,6 +254,7 @@ class SampleCollator:
         of_rows = [[features(ref) for ref in sample.images] for sample in samples]
         for sample, of_row in zip(samples, of_rows, strict=True):
             self.check_row(sample, of_row)
+        self.add_positions(batch, of_rows)
         self.add_images(batch, [one for of_row in of_rows for one in of_row])
         return batch
 
@@ -187,6 +278,13 @@ class SampleCollator:
         joined = self.join(features)
         batch.pixel_values = joined.pop("pixel_values", None)
         batch.extra_model_kwargs |= joined
+
+    def add_positions(self, batch: MultimodalBatch, features: Sequence[Sequence[Features]]) -> None:
+        """Add `position_ids` (3, B, L) to a batch with a video; `features` are the images and videos of each row."""
+        if any(TIME_STEP in one for of_row in features for one in of_row):
+            shown = batch.input_ids == self.image_token_id
+            rows = [media_positions(*row) for row in zip(shown, features, strict=True)]
+            batch.extra_model_kwargs["position_ids"] = torch.stack(rows, 1)
 
     def check_row(self, sample: Sample, features: Sequence[Features]) -> None:
         """Check that a sample's placeholders match its images.

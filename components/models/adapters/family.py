@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from armature.components.contracts.batches import MultimodalAdapter, MultimodalBatch, Sample, TurnAdvantages
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import MAX_LOGPROB, GenerateOutputs, Turn
-from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, is_missing
+from armature.components.models.adapters.collate import PLACEHOLDER_RUNS, ImageSource, SampleCollator, Shown, is_missing
 from armature.components.models.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
 
 REMEDY = "correct the adapter's build_batch; armature.components.contracts.batches.MultimodalBatch names every shape"
@@ -156,7 +156,7 @@ class FamilyAdapter(MultimodalAdapter):
     ) -> None:
         super().__init__(collator.processor)
         self.collator, self.images, self.max_tokens = collator, images, max_tokens
-        self._runs_of_size: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._runs_of_size: dict[Hashable, tuple[int, ...]] = {}
 
     def samples(
         self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
@@ -181,7 +181,8 @@ class FamilyAdapter(MultimodalAdapter):
                 else:
                     drops[reason] += 1
             merged = merge_turns(good, self.collator.spec.merge_turns)
-            samples += [sample_of(trajectory, turns, advantages) for turns in merged]
+            made = (sample_of(trajectory, turns, advantages) for turns in merged)
+            samples += [replace(one, input_ids=self.collator.as_image_tokens(one.input_ids)) for one in made]
         return samples, drops
 
     def _turn_defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:
@@ -198,7 +199,7 @@ class FamilyAdapter(MultimodalAdapter):
             if isinstance(lengths, str):
                 return lengths
             needed += lengths
-        if not runs_fit(turn.prompt_token_ids, self.collator.image_token_id, needed):
+        if not runs_fit(self.collator.as_image_tokens(turn.prompt_token_ids), self.collator.image_token_id, needed):
             return "placeholder_mismatch"
         return None
 
@@ -206,22 +207,24 @@ class FamilyAdapter(MultimodalAdapter):
         """Return the lengths of the runs of feature tokens that an image needs. If the image cannot be used, return the
         reason.
 
-        Each image is opened, since it may be damaged, but processed only once per size, which determines the runs.
+        Each image is opened, since it may be damaged, but processed only once per size, which determines the runs. For
+        a video, so do its times.
         """
         try:
             image = self._open(ref)
         except (DataError, OSError, KeyError) as error:
             log.warning("image %s dropped: %s", ref.sha256[:12], error)
             return "image_missing" if is_missing(error) else "image_unreadable"
-        if image.size not in self._runs_of_size:
+        size = (*image.size, getattr(image, "times", ()))
+        if size not in self._runs_of_size:
             try:
-                self._runs_of_size[image.size] = tuple(self.collator.process_image(image)[PLACEHOLDER_RUNS].tolist())
+                self._runs_of_size[size] = tuple(self.collator.process_image(image)[PLACEHOLDER_RUNS].tolist())
             except DataError as error:
                 log.warning("image %s dropped: %s", ref.sha256[:12], error)
                 return "image_unprocessable"
-        return self._runs_of_size[image.size]
+        return self._runs_of_size[size]
 
-    def _open(self, ref: ImageRef) -> Image.Image:
+    def _open(self, ref: ImageRef) -> Shown:
         if self.images is None:
             raise ConfigurationError(
                 "the rollouts have images, but the adapter has no image store",

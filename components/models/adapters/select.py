@@ -175,7 +175,8 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
             remedy="pass the model's processor (AutoProcessor), not its tokenizer",
         )
     config = _config(model)
-    collator = SampleCollator(processor, _spec(config, processor))
+    tokens_per_second = config.get("vision_config", {}).get("tokens_per_second", 1.0)
+    collator = SampleCollator(processor, _spec(config, processor), tokens_per_second)
     expected = config.get("image_token_id", config.get("image_token_index"))
     if expected is not None and expected != collator.image_token_id:
         raise ConfigurationError(

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from armature.components.artifacts.videos import pyav
 from armature.components.machine.workers.channel import WorkerError
-from armature.components.robots.datasets.lerobot.video import VideoSettings, VideoWriter, pyav
+from armature.components.robots.datasets.lerobot.video import VideoSettings, VideoWriter
 from armature.components.robots.evaluation.episode import (
     Actions,
     CameraImages,

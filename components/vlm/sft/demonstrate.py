@@ -10,9 +10,9 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from armature.components.artifacts.images import ImageStore, decode
+from armature.components.artifacts.videos import decode_video
 from armature.components.contracts.episodes import DemonstrationEnvironment, Environment, Task
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
@@ -20,6 +20,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, TokenIds, Trajectory
 from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling
 from armature.components.inference.settings import EvaluationSamplingSettings
+from armature.components.models.adapters.collate import video_arguments
 from armature.components.rollouts.collect import allow_episodes
 from armature.components.rollouts.play import EpisodeRunner, RolloutId, SharedImages
 
@@ -55,12 +56,17 @@ class PromptWriter:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
         """Return the prompt (P,) of the next assistant message, with image placeholders expanded."""
-        images = [_image(part) for message in messages for part in _parts(message) if _is_image(part)]
+        parts = [part for message in messages for part in _parts(message)]
+        shown: dict[str, Any] = {}
+        if images := [_encoded(part) for part in parts if part["type"] == "image_url"]:
+            shown["images"] = [list(map(decode, images))]
+        if videos := [decode_video(_encoded(part)) for part in parts if part["type"] == "video_url"]:
+            shown |= video_arguments(videos)
         chat = [{**message, "content": [_for_template(part) for part in _parts(message)]} for message in messages]
         with self._lock:
             text = self._processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            if images:
-                ids = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
+            if shown:
+                ids = self._processor(text=[text], add_special_tokens=False, **shown)["input_ids"][0]
             else:
                 ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
@@ -78,16 +84,12 @@ def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _is_image(part: Mapping[str, Any]) -> bool:
-    return part["type"] == "image_url"
-
-
 def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "image"} if _is_image(part) else part
+    return part if part["type"] == "text" else {"type": part["type"].removesuffix("_url")}
 
 
-def _image(part: Mapping[str, Any]) -> Image.Image:
-    return decode(EncodedImage.from_url(part["image_url"]["url"]))
+def _encoded(part: Mapping[str, Any]) -> EncodedImage:
+    return EncodedImage.from_url(part[part["type"]]["url"])
 
 
 _UNUSED_SAMPLING = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)

@@ -15,6 +15,7 @@ def register() -> None:
     from .literal_folders import take_folders_literally
     from .num2words import make_num2words_optional
     from .tied_head import share_the_embedding
+    from .videos import allow_text_of_videos, read_animated_png
 
     ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")
     share_the_embedding()
@@ -22,3 +23,5 @@ def register() -> None:
     take_folders_literally()
     make_num2words_optional()
     serve_fp32()
+    read_animated_png()
+    allow_text_of_videos()

@@ -9,34 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from armature.components.artifacts.videos import pyav
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign
-from armature.components.contracts.installation import install_command
 from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.settings import VideoSettings
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-def pyav() -> ModuleType:
-    """Import and return PyAV.
-
-    Raises:
-        ConfigurationError: PyAV is not installed.
-    """
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigurationError(
-            "videos need the package PyAV", code="package_missing", remedy=install_command("datasets")
-        ) from error
-    return av
 
 
 def codec_name(encoder: str) -> str:
