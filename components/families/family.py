@@ -150,6 +150,7 @@ FAMILIES = _Families(
         "qwen2-vl": "armature.components.families.qwen:QWEN2_VL",
         "qwen2.5-vl": "armature.components.families.qwen:QWEN2_5_VL",
         "qwen3-vl": "armature.components.families.qwen:QWEN3_VL",
+        "qwen3-vl-moe": "armature.components.families.qwen:QWEN3_VL_MOE",
         "qwen3.5": "armature.components.families.qwen:QWEN3_5",
         "llava": "armature.components.families.llava:LLAVA",
         "llava-next": "armature.components.families.llava:LLAVA_NEXT",

@@ -1,4 +1,5 @@
-"""The families Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size, and positions in three dimensions."""
+"""The families Qwen2-VL, Qwen2.5-VL, Qwen3-VL, its mixture of experts, and Qwen3.5: images of any size, and positions
+in three dimensions."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from armature.components.families.joins import cat
 from armature.components.families.tiny import PATCH, TinyRecipe, TinySettings, TinyVocabulary, chatml, text_sizes
 
 QWEN_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+EXPERT_WIDTH = 96  # unlike the hidden size, so that a wrongly transposed tensor has another shape
 MERGE = 2  # 2 x 2 patches become one token
 VOCABULARY = TinyVocabulary(
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_IMAGE_TOKENS),
@@ -79,6 +81,23 @@ def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
     return Qwen3VLConfig(
         text_config=text_sizes(settings, tokenizer)
         | {"rope_parameters": rope, "head_dim": settings.hidden_size // settings.heads},
+        vision_config=_vision_3(settings) | {"deepstack_visual_indexes": [0]},
+        tie_word_embeddings=settings.tie_embeddings,
+        **_ids(tokenizer),
+    )
+
+
+def _config_3_moe(settings: TinySettings, tokenizer: Any) -> Any:
+    """Return Qwen3-VL's configuration with 8 experts, of which each token uses 2, in place of each feed-forward
+    layer."""
+    from transformers import Qwen3VLMoeConfig
+
+    text = _config_3(settings, tokenizer).text_config.to_dict()
+    text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
+    # transformers always makes the weights of a token's experts sum to 1. vLLM asks.
+    text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return Qwen3VLMoeConfig(
+        text_config={name: value for name, value in text.items() if name not in ("model_type", "dtype")},
         vision_config=_vision_3(settings) | {"deepstack_visual_indexes": [0]},
         tie_word_embeddings=settings.tie_embeddings,
         **_ids(tokenizer),
@@ -214,6 +233,14 @@ QWEN3_VL = replace(
     tiny=TinyRecipe(
         VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, frames=32)
     ),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    name="qwen3-vl-moe",
+    model_type="qwen3_vl_moe",
+    wrap_classes=("Qwen3VLMoeTextDecoderLayer", "Qwen3VLMoeVisionBlock"),
+    served_entries={"text_config.norm_topk_prob": True},
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_moe, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)),
 )
 QWEN3_5 = replace(
     QWEN2_VL,

@@ -29,6 +29,7 @@ from armature.components.contracts.files import foreign
 from armature.components.families.family import Family, family_of
 from armature.components.families.smolvlm import make_num2words_optional
 from armature.components.models.attention import apply_image_attention, check_image_attention
+from armature.components.models.experts import routers
 from armature.components.models.flash import is_installed
 from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
 from armature.components.models.molmo2 import has_hub_layout, to_hub
@@ -255,10 +256,16 @@ def _empty_model(config: PreTrainedConfig, settings: ModelSettings) -> PreTraine
 
 
 def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) -> None:
-    """Disable gradients of all parameters of the named components. Other parameters are not changed."""
+    """Disable gradients of all parameters of the named components, and of the routers of experts. Other parameters are
+    not changed.
+
+    Routers stay as they are because a trained router soon sends most tokens to a few experts.
+    """
     for name, parameter in model.named_parameters():
         if family.component_of(name) in components:
             parameter.requires_grad_(False)
+    for router in routers(model):
+        router.requires_grad_(False)
 
 
 def save_checkpoint(

@@ -128,17 +128,22 @@ def test_rejects_image_attention_that_vllm_lacks(model_type, tmp_path, checkpoin
 
 @pytest.mark.parametrize(
     ("family", "part", "entry"),
-    [("glm4v", "text_config", {"attention_bias": False}), ("glm4v", "text_config", {})],
-    ids=["other value", "missing"],
+    [
+        ("glm4v", "text_config", {"attention_bias": False}),
+        ("glm4v", "text_config", {}),
+        ("qwen3-vl-moe", "text_config", {}),
+    ],
+    ids=["other value", "missing", "other family"],
 )
 def test_rejects_config_without_what_vllm_needs(family, part, entry, checkpoint):
     folder = checkpoint("a")
-    (folder / "config.json").write_text(json.dumps({"model_type": family, part: entry}))
+    (folder / "config.json").write_text(json.dumps({"model_type": FAMILIES[family].model_type, part: entry}))
     ((path, needed),) = FAMILIES[family].served_entries.items()
     with refused("served_entry_missing", folder / "config.json", path):
         server_command(folder, SETTINGS, Machine(), port=1, gpus=())
     part, name = path.split(".")
-    (folder / "config.json").write_text(json.dumps({"model_type": family, part: {name: needed or 1}}))
+    complete = {"model_type": FAMILIES[family].model_type, part: {name: needed or 1}}
+    (folder / "config.json").write_text(json.dumps(complete))
     server_command(folder, SETTINGS, Machine(), port=1, gpus=())
 
 

@@ -30,9 +30,9 @@ from tests.vlm.conftest import model_settings
 SETTINGS = model_settings()
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), scope="language")
-LINEARS = {"glm4v": 6, "qwen3.5": 7.5}
+LINEARS = {"glm4v": 6, "qwen3-vl-moe": 4, "qwen3.5": 7.5}
 """Linear layers in a layer of the language model, if not seven. GLM has one for gate and up projection; Qwen3.5's first
-layer has eight, since its linear attention has five."""
+layer has eight, since its linear attention has five; experts are three-dimensional tensors."""
 
 
 def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor]:

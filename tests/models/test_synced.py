@@ -40,7 +40,7 @@ TOLERANCE = 1e-5  # nats per token, both in fp32
 STEPS = 3
 DEFAULT = (
     *(("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral3", True)),
-    *(("molmo2", False), ("idefics3", False), ("qwen3.5", False)),
+    *(("molmo2", False), ("idefics3", False), ("qwen3.5", False), ("qwen3-vl-moe", False)),
 )
 ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) != ("molmo2", True)]
 CASES = ALL if os.environ.get("ARMATURE_TEST_FAMILIES") == "all" else DEFAULT
