@@ -104,6 +104,9 @@ def _rows(tensors: Tensors, name: str) -> int:
 def attends_both_ways(config: Mapping[str, object]) -> bool:
     """Return True if the tokens of one image attend to each other bidirectionally, by the rules that vLLM applies to a
     `config.json`."""
+    if config.get("model_type") == "gemma4":
+        text = config.get("text_config")
+        return isinstance(text, Mapping) and text.get("use_bidirectional_attention") == "vision"
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
 
 
@@ -353,7 +356,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
             "CPU is causal: its log-probs would not be the trainer's",
             code="image_attention_on_cpu",
             where=str(model / "config.json"),
-            remedy='train and serve it causal (model.image_attention = "causal"), serve it on a GPU '
+            remedy='train and serve it causal (model.image_attention = "causal"; not Gemma 4), serve it on a GPU '
             "(machine.servers.gpus), or send no images (inference.max_images_per_prompt = 0)",
         )
     chosen = {key.replace("-", "_"): value for key, value in machine.servers.arguments.items()}

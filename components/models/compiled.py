@@ -104,7 +104,8 @@ def compile_layers(model: PreTrainedModel) -> None:
             where=_WHERE,
             remedy="leave it out",
         )
-    towers = [model.get_submodule(name) for name in family_of(model.config).vision]
+    names = family_of(model.config).vision
+    towers = [module for name, module in model.named_modules() if name in names]
     vision = {module for tower in towers if attention_compiles(tower) for module in tower.modules()}
     for layer in layers:
         forward = unwrap(type(layer).forward)

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,8 +133,9 @@ def test_rejects_image_attention_that_vllm_lacks(model_type, tmp_path, checkpoin
         ("glm4v", "text_config", {"attention_bias": False}),
         ("glm4v", "text_config", {}),
         ("qwen3-vl-moe", "text_config", {}),
+        ("gemma4", "vision_config", {}),
     ],
-    ids=["other value", "missing", "other family"],
+    ids=["other value", "missing", "missing for experts", "missing for images"],
 )
 def test_rejects_config_without_what_vllm_needs(family, part, entry, checkpoint):
     folder = checkpoint("a")
@@ -141,10 +143,20 @@ def test_rejects_config_without_what_vllm_needs(family, part, entry, checkpoint)
     ((path, needed),) = FAMILIES[family].served_entries.items()
     with refused("served_entry_missing", folder / "config.json", path):
         server_command(folder, SETTINGS, Machine(), port=1, gpus=())
-    part, name = path.split(".")
+    name = path.removeprefix(f"{part}.")
     complete = {"model_type": FAMILIES[family].model_type, part: {name: needed or 1}}
     (folder / "config.json").write_text(json.dumps(complete))
     server_command(folder, SETTINGS, Machine(), port=1, gpus=())
+
+
+def test_rejects_large_gemma4_on_cpu(checkpoint):
+    folder, vision = checkpoint("a"), {"default_output_length": 280}
+    for attention in ("vision", None):
+        config = {"model_type": "gemma4", "vision_config": vision, "is_mm_prefix_lm": False}  # which vLLM does not read
+        config["text_config"] = {"use_bidirectional_attention": attention}
+        (folder / "config.json").write_text(json.dumps(config))
+        with refused("image_attention_on_cpu", folder / "config.json") if attention else nullcontext():
+            server_command(folder, SETTINGS, Machine(), port=1, gpus=())
 
 
 def test_text_only_server_may_be_causal(checkpoint):

@@ -30,9 +30,10 @@ from tests.vlm.conftest import model_settings
 SETTINGS = model_settings()
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), scope="language")
-LINEARS = {"glm4v": 6, "qwen3-vl-moe": 4, "qwen3.5": 7.5}
-"""Linear layers in a layer of the language model, if not seven. GLM has one for gate and up projection; Qwen3.5's first
-layer has eight, since its linear attention has five; experts are three-dimensional tensors."""
+LINEARS = {"glm4v": 12, "qwen3-vl-moe": 8, "qwen3.5": 15, "gemma4": 33}
+"""Linear layers of the language model, if not seven in each of two layers. GLM has one for gate and up projection;
+linear attention has five; experts are three-dimensional tensors. Gemma 4 has four layers, two of which have keys and
+values, and three more for embeddings of layers."""
 
 
 def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -81,7 +82,7 @@ def test_adapters_are_only_in_the_language_model(name, checkpoint, images):
         for key, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    assert len(adapted) == 2 * LINEARS.get(name, 7)
+    assert len(adapted) == LINEARS.get(name, 14)
     assert {family.component_of(key) for key in adapted} == {"language"}
     reached = _backward(model, _inputs(load_processor(folder, SETTINGS), images))
     assert reached

@@ -323,6 +323,7 @@ def test_vision_tower_gets_each_distinct_image_once(tiny, tmp_path):
     [
         (lambda model: setattr(model.config.text_config, "_attn_implementation", "eager"), "model.attn_implementation"),
         (lambda model: model.config.text_config.layer_types.append("linear_attention"), "Qwen2VL"),
+        (lambda model: setattr(model.config.text_config, "use_bidirectional_attention", "vision"), "Qwen2VL"),
         (lambda model: setattr(model.model, "forward", lambda input_ids: None), "Qwen2VL"),
     ],
 )
