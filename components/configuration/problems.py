@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,7 +21,11 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
 """Formatter that shortens values for error messages."""
 
-
+IN_TOML = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "Input should be a table, {key = value}"),
+    **dict.fromkeys(("tuple_type", "list_type"), "Input should be a list, [value]"),
+}
+"""Messages about types in words of TOML, by pydantic's names of the problems."""
 NEW_NAMES = {
     "panel_tasks": "heldout_tasks",
     "panel_episodes": "heldout_episodes",
@@ -43,6 +47,13 @@ NEW_NAMES = {
 """New names of renamed settings, by their old names. An old name is a whole dotted key, or only its last part."""
 
 
+def _tables(error: ValidationError) -> Iterator[tuple[tuple[str | int, ...], type[BaseModel]]]:
+    """Yield the location and the settings class of each table that does not fit the class that another key selects."""
+    for each in error.errors():
+        if isinstance(cause := each.get("ctx", {}).get("error"), InvalidTable):
+            yield each["loc"], cause.model
+
+
 def code_of(error: ValidationError) -> str:
     """Return a code for a validation error: the type of its first problem, or the code of the error that caused it.
 
@@ -55,24 +66,35 @@ def code_of(error: ValidationError) -> str:
     return cause.code if isinstance(cause, InvalidName) else first["type"]
 
 
-def causes(error: ValidationError) -> list[ErrorDetails]:
+def causes(error: ValidationError, outside: Collection[str] = ()) -> list[ErrorDetails]:
     """Return the problems of a validation error that are not consequences of others.
 
-    A list is only too short for pydantic if it leaves out invalid items, and a key is missing if it is misspelled.
+    A list is only too short for pydantic if it leaves out invalid items, and a key is missing if it is misspelled, or
+    if it is one of `outside`, the unknown keys of the table around the validated one.
     """
-    problems = error.errors()
-    unknown: dict[tuple[str | int, ...], list[str]] = defaultdict(list)
-    for each in problems:
-        if each["type"] == "extra_forbidden":
-            unknown[each["loc"][:-1]].append(str(each["loc"][-1]))
+    unknown = _unknown_keys(error)
 
     def follows(each: ErrorDetails) -> bool:
+        beside, cause = unknown[each["loc"][:-1]], each.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidTable):
+            return not causes(cause.error, beside)
         if each["type"] == "too_short":
             return len(each["input"]) >= each["ctx"]["min_length"]
-        misspelled = unknown[each["loc"][:-1]] if each["type"] == "missing" else []
-        return any(nearest(name, [str(each["loc"][-1])]) for name in misspelled)
+        if each["type"] != "missing":
+            return False
+        key = str(each["loc"][-1])
+        return any(nearest(name, [key]) for name in beside) or (len(each["loc"]) == 1 and key in outside)
 
-    return [each for each in problems if not follows(each)]
+    return [each for each in error.errors() if not follows(each)]
+
+
+def _unknown_keys(error: ValidationError) -> Mapping[tuple[str | int, ...], list[str]]:
+    """Return the unknown keys of each table by the location of the table."""
+    unknown: dict[tuple[str | int, ...], list[str]] = defaultdict(list)
+    for each in error.errors():
+        if each["type"] == "extra_forbidden":
+            unknown[each["loc"][:-1]].append(str(each["loc"][-1]))
+    return unknown
 
 
 @contextmanager
@@ -91,19 +113,22 @@ def explained(model: type[BaseModel], where: str, section: str = "", remedy: str
         raise ConfigurationError(message, code=code, where=where, remedy=remedy) from None
 
 
-def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
+def explain(error: ValidationError, section: str, model: type[BaseModel], outside: Collection[str] = ()) -> str:
     """Return a message for a validation error, with one line per problem.
 
     A line names the dotted key and the invalid value. For an unknown key, it suggests the nearest known key.
 
     Args:
         section: name of the section; "" for a whole recipe, whose keys begin with a section.
+        outside: see `causes`.
     """
-    lines, begin = [], [section] if section else []
-    for problem in causes(error):
+    lines, begin, unknown = [], [section] if section else [], _unknown_keys(error)
+    tables = {(*loc[:-1], name): loc[-1] for loc, table in _tables(error) if loc for name in table.model_fields}
+    for problem in causes(error, outside):
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, InvalidTable):
-            lines.append(explain(cause.error, ".".join([*begin, *map(str, problem["loc"])]), cause.model))
+            name, beside = ".".join([*begin, *map(str, problem["loc"])]), unknown[problem["loc"][:-1]]
+            lines.append(explain(cause.error, name, cause.model, beside))
             continue
         path, variant, fields = place(model, problem["loc"])
         key = ".".join([*begin, *path])
@@ -111,18 +136,24 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
             name = f"{key.removesuffix('args').removesuffix('.')}.name".removeprefix(".")
             lines.append("; ".join(filter(None, (f"{name}: {cause.what}", cause.where, cause.remedy))))
             continue
-        message = problem["msg"].removeprefix("Value error, ")
+        message = IN_TOML.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
         line = f"{key}: {message}" if key else message
         new = NEW_NAMES.get(key) or NEW_NAMES.get(path[-1]) if path else None
         if new and problem["type"] in ("extra_forbidden", "model_type"):
             line = f"{key} is now called {new!r}"
+        elif problem["type"] == "extra_forbidden" and (inner := tables.get(problem["loc"])):
+            line = f"{key} is not a setting; did you mean {'.'.join([*begin, *path[:-1], str(inner), path[-1]])!r}?"
         elif problem["type"] == "extra_forbidden":
             remedy = suggestion(path[-1], fields) if section else meant(path, fields, model)
             line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {remedy}"
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"
-        elif key and problem["type"] not in ("missing", PLAIN_SECRET):
+        elif (
+            key
+            and problem["type"] not in ("missing", PLAIN_SECRET)
+            and (problem["type"] in IN_TOML or not isinstance(problem["input"], dict))
+        ):
             line += f" (given {SHORT.repr(problem['input'])})"
         lines.append(line)
     return "\n".join(lines)

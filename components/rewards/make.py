@@ -22,6 +22,7 @@ from armature.components.machine.workers.worker import Worker, make_worker
 from armature.components.rewards import REWARDS
 from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.reward import (
+    BadAnswer,
     IsolatedSettings,
     NamedReward,
     Reward,
@@ -288,6 +289,28 @@ def make_rewards(
             reward.close()
         raise
     return Rewards({**rewards, **{each.part: each for each in callables}})
+
+
+def refuse_missing_answer(settings: Sequence[RewardSettings], folder: Path, where: str, remedy: str) -> None:
+    """Check that tasks without a right answer can be graded. Rewards that need a process are not checked.
+
+    Args:
+        where, remedy: parts of the error.
+
+    Raises:
+        ConfigurationError: a reward compares completions with the right answer.
+    """
+    for each in settings:
+        try:
+            if REWARDS[each.name].runs == "here":
+                REWARDS[each.name](each.own(), folder).check(None)
+        except BadAnswer as error:
+            raise ConfigurationError(
+                f"reward {each.part!r} needs the right answer, and the rows have none",
+                code="answer_missing",
+                where=where,
+                remedy=remedy,
+            ) from error
 
 
 def refuse_equal_labels(labels: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from armature.components.environments.dataset.settings import DatasetEnvironment
 from armature.components.environments.mixture import PART_NAME, EnvironmentMixture, MixturePart, one_pass
 from armature.components.rewards.callables import SIGNATURES, CallableReward
 from armature.components.rewards.function import parameters_of
-from armature.components.rewards.make import refuse_equal_labels, reward_sources
+from armature.components.rewards.make import refuse_equal_labels, refuse_missing_answer, reward_sources
 from armature.components.rewards.reward import RewardSettings
 
 ANSWERS = ("answer", "solution", "label")
@@ -99,6 +99,7 @@ class ProgramData:
             ConfigurationError, DataError: `write`, the rows' `settings`, their `callables` or rewards would fail.
         """
         train = describe_rows(self.train, "train")
+        heldout = None if self.heldout is None else describe_rows(self.heldout, "heldout")
         if most is None and not self.has_length:
             raise ConfigurationError(
                 "rows without a length do not tell how many steps one pass over them takes",
@@ -106,13 +107,17 @@ class ProgramData:
                 where="train_dataset",
                 remedy="set max_steps in config",
             )
-        _refuse_no_rows(train, None if self.heldout is None else describe_rows(self.heldout, "heldout"))
+        _refuse_no_rows(train, heldout)
         taken = [parameters_of(each, repr(each), SIGNATURES) for each in self.rewards if not isinstance(each, str)]
         # Rows that have not been read may have any column: those that the functions name, and the prompt's.
         columns = {PROMPT, *(each.name for parameters in taken for each in parameters)}
         written = WrittenData(self, Path(), train or WrittenRows(1, tuple(sorted(columns)), False, 0, ()), 0)
-        if train is not None:
-            check_columns(written.settings, set(train.columns), "train_dataset")
+        for rows, argument in ((train, "train_dataset"), (train and heldout, "eval_dataset")):
+            if rows is not None:
+                check_columns(written.settings, set(rows.columns), argument)
+        if train is not None and not (written.settings.answer or written.settings.conversation):
+            remedy = f"rename the column with the right answer to {' or '.join(map(repr, ANSWERS))}"
+            refuse_missing_answer(written.settings.rewards, Path(), "train_dataset", remedy)
         labels = [*(each.part for each in written.settings.rewards), *(each.part for each in written.callables)]
         refuse_equal_labels(labels)
         if reward_key is not None and reward_key not in labels:

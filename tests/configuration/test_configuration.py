@@ -382,6 +382,9 @@ prompt = "{q}"
         ("name = 'exact_mach'", "unknown_name", ("environment.args.rewards.0.name", "'exact_match'")),
         ("name = 'exact_match'\nwieght = 2.0", "extra_forbidden", ("environment.args.rewards.0.wieght",)),
         ("nme = 'exact_match'", "reward_name_missing", ("rewards.0.name",)),
+        ("name = 'length'", "value_error", ("environment.args.rewards.0: ", "at_least")),
+        ("name = 'exact_match'\n[batches.advantage]\nname = 'group_mean'\nscale = {}", "literal_error", ("scale",)),
+        ("name = 'exact_match'\n[rollouts]\nsampling = 3", "model_type", ("{key = value}", "3")),
         ("name = 'exact_match'\n[environmnt]\nname = 'colors'", "unknown_section", ("'environment'",)),
         ("name = 'exact_match'\n[trainr]\nmax_steps = 1", "unknown_section", ("'trainer'",)),
         ("name = 'exact_match'\n[warm_strt]\nlearning_rate = 1.0\nmax_sequence_tokens = 9", "unknown_section", ()),
@@ -394,6 +397,13 @@ def test_one_mistake_is_reported_once_with_file_and_key(tmp_path, lines, code, s
     with refused(code, path, *shown) as caught:
         load_recipe(path)
     assert len(caught.value.what.splitlines()) == 1
+
+
+def test_arguments_outside_their_table_are_reported_once_each():
+    values = {"name": "dataset", "source": "a.jsonl", "prompt": "{q}", "rewards": [{"name": "exact_match"}]}
+    with refused("extra_forbidden", "'environment.args.source'", "'environment.args.rewards'") as caught:
+        build_recipe("train-vlm/x", read_toml(recipe_path("train-vlm/colors")) | {"environment": values}, "here")
+    assert len(caught.value.what.splitlines()) == 3
 
 
 def test_problems_of_all_sections_are_shown():

@@ -24,7 +24,7 @@ from armature.components.environments.dataset.template import Place, parse_templ
 from armature.components.machine.hub import commit_of
 from armature.components.machine.project import project_folder
 from armature.components.rewards.callables import CallableReward
-from armature.components.rewards.make import Rewards, make_rewards, reward_sources
+from armature.components.rewards.make import Rewards, make_rewards, refuse_missing_answer, reward_sources
 from armature.components.rewards.reward import RewardInput
 
 TASK_FIELDS = ("file", "row", "digest")
@@ -118,6 +118,9 @@ class DatasetEnvironment:
                 remedy=f"set inference.max_images_per_prompt = {places}",
             )
         make_rewards(settings.rewards, folder=project_folder()).close()
+        if not (settings.answer or settings.conversation):
+            remedy = 'name its column: answer = "label"'
+            refuse_missing_answer(settings.rewards, project_folder(), "environment.args.answer", remedy)
 
     @property
     def drops(self) -> dict[str, int]:

@@ -71,7 +71,8 @@ def describe_rows(rows: Any, split: str) -> WrittenRows | None:
         DataError: a file or folder does not exist, or two columns have the same name.
     """
     if isinstance(rows, str | Path):
-        refuse_missing_source(_source_settings(str(rows)).model_copy(update={"revision": "main"}))
+        if not is_hub_name(settings := _source_settings(str(rows))):
+            refuse_missing_source(settings)
         return None
     library = sys.modules.get("datasets")
     tables = (list, tuple, pd.DataFrame, pa.Table, *((library.Dataset,) if library is not None else ()))
@@ -87,7 +88,8 @@ def describe_rows(rows: Any, split: str) -> WrittenRows | None:
         raise _wrong_type(others[0], "a row")
     columns = {str(name) for row in each_row for name in row}
     images = {str(name) for name, value in first.items() if _is_image(value)} - {*IMAGE_COLUMNS}
-    return WrittenRows(len(table), tuple(sorted(columns)), False, 0, tuple(sorted(images)))
+    chat = isinstance(first.get(PROMPT), list | tuple)
+    return WrittenRows(len(table), tuple(sorted(columns)), chat, 0, tuple(sorted(images)))
 
 
 def write_rows(rows: Any, folder: Path, split: str, most: int | None = None) -> WrittenRows:

@@ -82,6 +82,7 @@ def rewards(entry: str) -> str:
         (rewards('name = "function", function = "broken:reward"'), "name_not_loadable", ["broken.py, line 1"]),
         (rewards('name = "function", function = "missing:reward"'), "module_missing", ["missing.py"]),
         (rewards('name = "command", command = ["./grade"]'), "program_missing", ["./grade"]),
+        (["environment.args.answer=", rewards('name = "exact_match"')], "answer_missing", ["environment.args.answer"]),
         ("environment.args.source=row.jsonl", "data_file_missing", ["'row.jsonl'", "'rows.jsonl'"]),
         ("environment.args.source=*.csv", "data_file_missing", ["*.csv"]),
         ("environment.args.source=data/rows.jsonl", "data_folder_missing", ["data"]),
@@ -92,9 +93,11 @@ def rewards(entry: str) -> str:
         ("inference.max_images_per_prompt=1", "too_many_images", ["2", "inference.max_images_per_prompt"]),
     ],
 )
-def test_problem_is_found_before_the_table_is_read(folder: Path, override: str, code: str, values: list[str]) -> None:
+def test_problem_is_found_before_the_table_is_read(
+    folder: Path, override: str | list[str], code: str, values: list[str]
+) -> None:
     with refused(code, *values):
-        refuse_ahead(folder, "evaluation.kind_field=kind", override)
+        refuse_ahead(folder, "evaluation.kind_field=kind", *([override] if isinstance(override, str) else override))
 
 
 def test_unknown_kind_field_of_generated_tasks_is_found_before_they_are_made(folder: Path) -> None:
