@@ -37,6 +37,8 @@ MAX_FILE_FRAMES = 200_000
 """Most frames of a video file. Two hours at 25 frames per second have 180,000."""
 MAX_FRAME_PIXELS = 16 * 10**6
 """Most pixels of a frame in a video file."""
+VIDEO_HEAD = 12
+"""Number of bytes by which `is_video` knows a file."""
 _TIMES = "times"
 
 
@@ -197,14 +199,8 @@ def read_video(source: Path | bytes, settings: FrameSettings | None = None) -> E
         DataError: the file is damaged, has no frames, or is larger than the limits of this module.
         ConfigurationError: PyAV is not installed.
     """
-    settings, name = settings or FrameSettings(), str(source) if isinstance(source, Path) else "a video"
+    times, settings, name = frame_times(source), settings or FrameSettings(), _name(source)
     with foreign("the video cannot be decoded", where=name, remedy="record it again, or leave the row out"):
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise _too_large(f"{size} bytes, more than {MAX_FILE_BYTES}", name)
-        times = sorted(_packet_times(source, name))
-        if not times:
-            raise DataError("the video has no frames", code="video_empty", where=name)
         wanted = {times[at] for at in settings.chosen(times)}
         frames: dict[float, Image.Image] = {}
         for time, image in _frames(source):
@@ -222,6 +218,23 @@ def read_video(source: Path | bytes, settings: FrameSettings | None = None) -> E
     return encode_video(list(frames.values()), list(frames))
 
 
+def frame_times(source: Path | bytes) -> list[float]:
+    """Return the seconds of all frames of a video file, ascending. Nothing is decoded.
+
+    Raises:
+        DataError, ConfigurationError: see `read_video`.
+    """
+    name = _name(source)
+    with foreign("the video cannot be opened", where=name, remedy="record it again, or leave the row out"):
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise _too_large(f"{size} bytes, more than {MAX_FILE_BYTES}", name)
+        times = sorted(_packet_times(source, name))
+    if not times:
+        raise DataError("the video has no frames", code="video_empty", where=name)
+    return times
+
+
 def choose_frames(frames: Sequence[Image.Image], times: Sequence[float], settings: FrameSettings) -> EncodedImage:
     """Return the video of those frames that `settings` choose.
 
@@ -237,6 +250,10 @@ def is_video(data: bytes) -> bool:
     """Check by the first bytes whether a file is a video that `read_video` may read."""
     riff = data[:4] == b"RIFF" and data[8:12] == b"AVI "
     return riff or data[4:8] == b"ftyp" or data.startswith((b"\x1aE\xdf\xa3", b"GIF8"))
+
+
+def _name(source: Path | bytes) -> str:
+    return str(source) if isinstance(source, Path) else "a video"
 
 
 def _opened(source: Path | bytes) -> Any:

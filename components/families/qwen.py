@@ -223,6 +223,7 @@ QWEN2_5_VL = replace(
         VOCABULARY, TEMPLATE, _config_2_5, _processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", PATCH)
     ),
 )
+_PROCESSOR_3 = _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, frames=32)
 QWEN3_VL = replace(
     QWEN2_VL,
     name="qwen3-vl",
@@ -230,9 +231,7 @@ QWEN3_VL = replace(
     projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     wrap_classes=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
     embeds_features=False,
-    tiny=TinyRecipe(
-        VOCABULARY, TEMPLATE, _config_3, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, frames=32)
-    ),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _PROCESSOR_3),
 )
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
@@ -247,7 +246,5 @@ QWEN3_5 = replace(
     name="qwen3.5",
     model_type="qwen3_5",
     wrap_classes=("Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"),
-    tiny=TinyRecipe(
-        VOCABULARY, TEMPLATE, _config_3_5, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16), _remember
-    ),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_5, _PROCESSOR_3, _remember),
 )

@@ -216,7 +216,11 @@ async def ask(
         f"the server rejects the request: {status} {text}",
         reason="prompt_too_long" if too_long else "request_refused",
         where=url,
-        remedy="raise inference.max_model_len, or shorten the prompt" if too_long else "",
+        remedy="raise inference.max_model_len, or shorten the prompt"
+        if too_long
+        else "raise inference.max_images_per_prompt or max_videos_per_prompt"
+        if "may be provided in one prompt" in text
+        else "",
     )
 
 

@@ -229,7 +229,7 @@ def test_packed_rows_equal_separate_rows(family, make_tiny, tmp_path):
     assert_rows_are_separate(tiny, tiny.model(), conversations(tiny), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen3.5"])
 def test_packed_videos_equal_separate_rows(family, make_tiny, tmp_path):
     """Rows share a video, an image, both or the first turn; videos with equal tokens differ in frames."""
     tiny = make_tiny(family)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from armature.components.artifacts.cache import DownloadCache, make_once
+from armature.components.artifacts.videos import FrameSettings
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
@@ -149,7 +150,8 @@ class DatasetEnvironment:
             DataError: the row has changed since the task was made.
         """
         row, example = self._row(task)
-        return DatasetEpisode(example, self._table.files, row_for_rewards(row, self.settings), self._rewards)
+        shown = row_for_rewards(row, self.settings)
+        return DatasetEpisode(example, self._table.files, self.settings.frames, shown, self._rewards)
 
     def close(self) -> None:
         self._rewards.close()
@@ -178,14 +180,16 @@ class DatasetEnvironment:
 class DatasetEpisode:
     """An episode of one turn: it shows a row and grades the answer."""
 
-    def __init__(self, example: RowExample, files: DataFiles, row: dict[str, Any], rewards: Rewards) -> None:
-        self._example, self._files, self._row, self._rewards = example, files, row, rewards
+    def __init__(
+        self, example: RowExample, files: DataFiles, frames: FrameSettings, row: dict[str, Any], rewards: Rewards
+    ) -> None:
+        self._example, self._files, self._frames, self._row, self._rewards = example, files, frames, row, rewards
 
     async def reset(self) -> Observation:
         """Load the row's images and return the observation.
 
         Raises:
-            RolloutFailed: an image is missing or damaged (`bad_image`).
+            RolloutFailed: an image or video is missing or damaged (`bad_image`, `bad_video`).
         """
         *earlier, (_, content) = [
             (role, tuple(part if isinstance(part, str) else self._load(part) for part in parts))
@@ -201,10 +205,10 @@ class DatasetEpisode:
 
     def _load(self, image: Any) -> EncodedImage:
         try:
-            loaded: EncodedImage = image.load(self._files)
+            loaded: EncodedImage = image.load(self._files, self._frames)
             return loaded
         except BadRow as bad:
-            raise RolloutFailed("bad_image", bad.detail) from bad
+            raise RolloutFailed("bad_video" if bad.reason == "bad_video" else "bad_image", bad.detail) from bad
 
 
 def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:

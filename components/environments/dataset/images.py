@@ -1,4 +1,5 @@
-"""Images in tables: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, or paths of files."""
+"""Images and videos in tables: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths of files, or
+for videos {frames, times}."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from armature.components.artifacts.images import MAX_BYTES
+from armature.components.artifacts.images import MAX_BYTES, check_image_header, decode
+from armature.components.artifacts.videos import (
+    VIDEO_HEAD,
+    FrameSettings,
+    choose_frames,
+    frame_times,
+    is_video,
+    read_video,
+)
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow
@@ -110,17 +119,34 @@ LONGEST_PATH = 4096
 
 @dataclass(frozen=True, slots=True)
 class TableImage:
-    """An image of a row. If `data` is None, `path` names a file; otherwise `data` are the image's bytes from the table.
+    """An image or a video of a row.
 
-    `path` is then only a label that the table carries.
+    If `data` is None, `path` names a file; otherwise `data` are the image's bytes from the table. `path` is then only a
+    label that the table carries. A video may be images instead, its `frames`, with their `times` in seconds.
     """
 
     path: str | None
     data: bytes | None
+    frames: tuple[TableImage, ...] = ()
+    times: tuple[float, ...] = ()
 
     @property
-    def reference(self) -> dict[str, str]:
+    def embedded(self) -> bool:
+        """True if the table has the image's bytes, or bytes of its frames."""
+        return any(each.data is not None for each in self.frames or (self,))
+
+    @property
+    def files(self) -> Iterator[str]:
+        """The paths of the image's file, or of the files of its frames."""
+        for each in self.frames or (self,):
+            if each.path and each.data is None:
+                yield each.path
+
+    @property
+    def reference(self) -> dict[str, Any]:
         """The image's part of the row's digest: the SHA-256 of bytes in the table, or the path of a file."""
+        if self.frames:
+            return {"frames": [each.reference for each in self.frames], "times": self.times}
         return {"path": self.path or ""} if self.data is None else {"sha256": sha256(self.data).hexdigest()}
 
     def check_present(self, files: DataFiles) -> None:
@@ -129,37 +155,74 @@ class TableImage:
         Raises:
             BadRow: the path leaves the folder, or there is no such file.
         """
-        if self.data is None:
-            _present(self.path, files)
+        for each in self.frames or (self,):
+            if each.data is None:
+                _present(each.path, files)
 
-    def load(self, files: DataFiles) -> EncodedImage:
-        """Return the image's bytes with the media type that their first bytes show.
+    def check(self, files: DataFiles) -> None:
+        """Check that the image or video can be opened; its pixels are not decoded.
 
         Raises:
-            BadRow: there is no such file, or the bytes are neither PNG, JPEG nor WebP.
+            BadRow: it cannot.
+        """
+        for each in self.frames or (self,):
+            source = each.source(files)
+            try:
+                if isinstance(source, EncodedImage):
+                    check_image_header(source)
+                else:
+                    frame_times(source)
+            except DataError as error:
+                reason = "bad_image" if isinstance(source, EncodedImage) else "bad_video"
+                raise BadRow(reason, f"{each.path or 'an image'}: {error.what}") from error
+
+    def load(self, files: DataFiles, settings: FrameSettings) -> EncodedImage:
+        """Return the image's bytes with the media type that their first bytes show, or a video's frames.
+
+        Raises:
+            BadRow: there is no such file, its bytes are of none of the known formats, or a video is damaged.
+        """
+        try:
+            if self.frames:
+                frames = [decode(each.load(files, settings)) for each in self.frames]
+                return choose_frames(frames, self.times, settings)
+            source = self.source(files)
+            return source if isinstance(source, EncodedImage) else read_video(source, settings)
+        except DataError as error:
+            raise BadRow("bad_video", f"{self.path or 'a video'}: {error.what}") from error
+
+    def source(self, files: DataFiles) -> EncodedImage | bytes | Path:
+        """Return the image, or the bytes or the file of a video.
+
+        Raises:
+            BadRow: there is no such file, or its bytes are of none of the known formats.
         """
         data = self.data
         if data is None:
             name = _present(self.path, files)
             try:
-                with files.path(name).open("rb") as file:
-                    data = file.read(MAX_BYTES + 1)
+                path = files.path(name)
+                with path.open("rb") as file:
+                    data = file.read(VIDEO_HEAD)
+                    if is_video(data):
+                        return path
+                    data += file.read(MAX_BYTES + 1)
                 if len(data) > MAX_BYTES:
                     raise BadRow("bad_image", f"{name}: more than {MAX_BYTES} bytes")
             except (DataError, OSError) as error:
                 raise BadRow("no_image", f"{name}: {error}") from error
-        return encoded_image(data, self.path or "an image")
+        return data if is_video(data) else encoded_image(data, self.path or "an image")
 
 
 def table_images(value: Any, column: str) -> list[TableImage]:
-    """Return the images in a column's value: one image or a list of images.
+    """Return the images and videos in a column's value: one or a list.
 
     Raises:
         BadRow: an image is null or has another type.
 
     Example:
-        >>> table_images(["cat.png", {"bytes": b"...", "path": None}], "image")
-        [TableImage(path='cat.png', data=None), TableImage(path=None, data=b'...')]
+        >>> [(each.path, each.data) for each in table_images(["cat.png", {"bytes": b"...", "path": None}], "image")]
+        [('cat.png', None), (None, b'...')]
     """
     is_list = isinstance(value, str) and value.startswith("[")
     if is_list and PurePosixPath(value).suffix.lower() not in SUFFIXES:  # "[v2]/0.png" is a path
@@ -171,6 +234,13 @@ def table_images(value: Any, column: str) -> list[TableImage]:
 
 
 def _image(value: Any, column: str) -> TableImage:
+    if isinstance(value, dict) and "frames" in value:
+        frames, times = value["frames"], value.get("times")
+        if not isinstance(frames, list | tuple) or not isinstance(times, list | tuple) or not frames:
+            raise BadRow("wrong_type", f"{column!r} has frames or times that are not lists")
+        if not all(isinstance(time, int | float) for time in times):
+            raise BadRow("wrong_type", f"{column!r} has times that are not numbers: {times!r:.80}")
+        return TableImage(None, None, tuple(_image(frame, column) for frame in frames), tuple(map(float, times)))
     if isinstance(value, dict):
         data, path = value.get("bytes"), value.get("path")
         if isinstance(data, str):
@@ -235,4 +305,4 @@ def encoded_image(data: bytes, name: str) -> EncodedImage:
         return EncodedImage(data, "image/jpeg")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return EncodedImage(data, "image/webp")
-    raise BadRow("bad_image", f"{name[:200]}: neither PNG, JPEG nor WebP")
+    raise BadRow("bad_image", f"{name[:200]}: neither PNG, JPEG, WebP nor a video")

@@ -287,6 +287,11 @@ def _image_names(value: Any, column: str, folder: Path, files: DataFiles | None)
         value = list(value)
     if isinstance(value, list | tuple):
         return [_image_names(each, column, folder, files) for each in value]
+    if isinstance(value, Mapping) and "frames" in value:
+        return {
+            "frames": _image_names(value["frames"], column, folder, files),
+            "times": _value(value.get("times"), "", folder, files),
+        }
     if isinstance(value, Image.Image | np.ndarray):
         return _stored(_encoded(value, column), folder)
     value = str(value) if isinstance(value, PurePath) else value
@@ -307,7 +312,7 @@ def _encoded(image: Image.Image | np.ndarray, column: str) -> bytes:
 
 
 def _image_bytes(image: TableImage, files: DataFiles | None) -> bytes:
-    """Return the bytes of an image of a table. Without `files` its path is one of this machine.
+    """Return the bytes of an image or video of a table. Without `files` its path is one of this machine.
 
     Raises:
         BadRow: there is no such file, or it is neither PNG, JPEG nor WebP.
@@ -317,7 +322,10 @@ def _image_bytes(image: TableImage, files: DataFiles | None) -> bytes:
         files = FolderFiles(path.parent, links=True)
         if image.data is None and "://" not in str(image.path):
             image = TableImage(path.name, None)
-    return image.load(files).data
+    source = image.source(files)
+    if isinstance(source, Path):
+        return source.read_bytes()
+    return source if isinstance(source, bytes) else source.data
 
 
 def _stored(data: bytes, folder: Path) -> str:

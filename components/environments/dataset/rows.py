@@ -73,12 +73,12 @@ def _part(part: Any, number: int, image_token: str) -> list[ChatPart]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return list(split_at(image_token, part["text"]))
-    if kind == "image_url":
-        url = part.get("image_url")
-        return list(table_images(url.get("url") if isinstance(url, Mapping) else url, "image_url"))
-    if kind == "image":
-        image = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
-        return [Place.IMAGE] if image is None else list(table_images(image, "image"))
+    if kind in ("image_url", "video_url"):
+        url = part.get(kind)
+        return list(table_images(url.get("url") if isinstance(url, Mapping) else url, kind))
+    if kind in ("image", "video"):
+        image = next((part[key] for key in (kind, "url", "path") if part.get(key) is not None), None)
+        return [Place.IMAGE] if image is None else list(table_images(image, kind))
     raise BadRow("bad_conversation", f"message {number} has a part that is neither text nor an image")
 
 

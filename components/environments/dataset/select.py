@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from armature.components.artifacts.images import check_image_header
 from armature.components.contracts.episodes import Split
-from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
+from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.images import TableImage, table_images
 from armature.components.environments.dataset.rows import (
@@ -97,8 +96,8 @@ def select_rows(
                 _check_reserved(example, demonstration_of(row, example, settings), reserved)
                 split = shard_split or _split_of(row, example, settings)
                 images = tuple(example.images)
-                embedded = any(image.data is not None for image in images)
-                files = tuple(image for image in images if image.data is None)
+                embedded = any(image.embedded for image in images)
+                files = tuple(image for image in images if not image.embedded)
                 to_check = None if embedded and settings.check_images else files
                 usable[split].append(RowReference(name, index, example.digest, example.kind, to_check))
             except BadRow as left_out:
@@ -140,7 +139,7 @@ def _with_images(
 
 
 def check_images(table: RowTable, settings: DatasetEnvironmentSettings, reference: RowReference) -> None:
-    """Check that a row's images exist and, with `check_images`, that each can be decoded.
+    """Check that a row's images exist and, with `check_images`, that each can be opened.
 
     Raises:
         BadRow: an image is missing or damaged.
@@ -152,10 +151,7 @@ def check_images(table: RowTable, settings: DatasetEnvironmentSettings, referenc
         if not settings.check_images:
             image.check_present(table.files)
         else:
-            try:
-                check_image_header(image.load(table.files))
-            except DataError as error:
-                raise BadRow("bad_image", f"{image.path or 'an image'}: {error.what}") from error
+            image.check(table.files)
 
 
 def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterator[str]:
@@ -166,9 +162,8 @@ def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterat
             if isinstance(row, BadRow):
                 continue
             try:
-                yield from (
-                    image.path for image in example_of(row, settings).images if image.path and image.data is None
-                )
+                for image in example_of(row, settings).images:
+                    yield from image.files
             except BadRow:
                 continue
 

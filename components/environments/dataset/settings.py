@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from armature.components.artifacts.videos import FrameSettings
 from armature.components.contracts.secrets import refuse_plain_url
 from armature.components.contracts.settings import Settings
 from armature.components.environments.dataset.template import column_name, parse_template
@@ -124,6 +125,8 @@ class DatasetEnvironmentSettings(Settings):
     message; a last message of the assistant is the answer, unless the setting answer names a column."""
     images: Labels = ()
     """Columns with the row's images, in order; a column may hold one image or a list."""
+    frames: FrameSettings = FrameSettings()
+    """Frames that are read from videos, which columns of images may hold too."""
     image_token: str = ""
     """Text in columns that stands for the row's next image, such as <image>; empty for none."""
     answer: ColumnName = ""
