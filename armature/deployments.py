@@ -6,7 +6,6 @@ Prefect's client creates them; the command `prefect deploy` is slower and needs 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -48,9 +47,8 @@ def pool_of(recipe: Recipe) -> str:
 
 
 def gpus_and_memory(recipe: Recipe) -> tuple[int, int | None]:
-    """Return how many GPUs a recipe needs, and the GiB of each one if its description names a size."""
-    size = re.search(r"\b(\d+) GiB", recipe.description)
-    return job_variables(recipe.machine)["gpus"], int(size[1]) if size else None
+    """Return how many GPUs a recipe needs, and the GiB of each one if the recipe says it."""
+    return job_variables(recipe.machine)["gpus"], recipe.gpu_gib
 
 
 def machine_that_resumes(recipe: Recipe) -> Machine:

@@ -45,6 +45,7 @@ def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = Fa
         *([f"# From {file}; `armature show` on this file prints all values."] if changed_only else legend),
         f"flow = {_value(recipe.kind)}",
         f"description = {_value(recipe.description)}",
+        *([f"gpu_gib = {recipe.gpu_gib}"] if recipe.gpu_gib else []),
     ]
     with project(recipe.folder):
         for section, settings in recipe.sections.items():

@@ -73,6 +73,8 @@ class Recipe:
     kind: str  # key of RECIPES
     folder: Path | None = None
     """Folder to which relative paths in the values refer; None: the working folder."""
+    gpu_gib: int | None = None
+    """GiB of memory that each of its GPUs needs; None: not known."""
 
     @property
     def flow(self) -> str:
@@ -193,8 +195,13 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
         raise ConfigurationError(
             f"description is not a string: {SHORT.repr(description)}", code="invalid_description", where=where
         )
+    gib = values.pop("gpu_gib", None)
+    if not (gib is None or (isinstance(gib, int) and gib is not True and gib > 0)):
+        raise ConfigurationError(
+            f"gpu_gib is not a number of GiB: {SHORT.repr(gib)}", code="invalid_gpu_gib", where=where
+        )
     with project(folder):
-        return Recipe(name, description, sections_of(RECIPES[kind], values, where), kind, folder)
+        return Recipe(name, description, sections_of(RECIPES[kind], values, where), kind, folder, gib)
 
 
 def sections_of(kind: type[SectionsT], values: Mapping[str, Any], where: str = "") -> SectionsT:

@@ -35,16 +35,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}"
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that an unknown `name` means, as `suggestion` finds it; "" if none is near."""
-    alike = [each for each in known if _equal_in_nfkc(name, each)]
-    initials = {"".join(word[:1] for word in each.split("_")): each for each in known if "_" in each}
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return the one of `names` that an unknown `name` means, as `suggestion` finds it; "" if none is near."""
+    alike = [each for each in names if _equal_in_nfkc(name, each)]
+    initials = {"".join(word[:1] for word in each.split("_")): each for each in names if "_" in each}
     short = [initials[word] for word in name.split("_") if len(word) > 1 and word in initials]
     longer = sorted(
-        (each for each in known if len(name) > 2 and name in each),
+        (each for each in names if len(name) > 2 and name in each),
         key=lambda each: (not each.endswith(name), len(each)),
     )
-    return (alike or short or get_close_matches(name, known, n=1) or longer or [""])[0]
+    return (alike or short or get_close_matches(name, names, n=1) or longer or [""])[0]
 
 
 def _equal_in_nfkc(one: str, other: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from armature.components.configuration.recipes import RECIPES
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.environments import ENVIRONMENTS
 from armature.components.evaluation.settings import EvaluateStageSettings
+from tests.refusals import refused
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
 FROZEN = Path(__file__).with_name("recipes.json")
@@ -89,7 +91,9 @@ def test_recipe_files_contain_no_redundant_values(file, tmp_path):
     assert users, "no recipe extends it"
     whole = {name: load_recipe(name).sections for name in users}
     values = tomllib.loads((CONFIGS / file).read_text())
-    for key in leaves({name: part for name, part in values.items() if name not in ("description", "extends")}):
+    for key in leaves(
+        {name: part for name, part in values.items() if name not in ("description", "gpu_gib", "extends")}
+    ):
         if key[-1] in VARIANT_TAGS and len(key) > 2:
             continue
         (configs / file).write_text(document(without(values, key)))
@@ -101,6 +105,21 @@ def _differs(configs: Path, name: str, whole: Any) -> bool:
         return recipe_from_file(configs / f"{name}.toml", name).sections != whole
     except ConfigurationError:
         return True
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_description_names_the_memory_that_gpus_need(name):
+    recipe = load_recipe(name)
+    assert re.findall(r"(\d+) GiB", recipe.description) == [str(recipe.gpu_gib)] * (recipe.gpu_gib is not None)
+
+
+def test_memory_of_gpus_is_inherited_and_a_number(tmp_path):
+    own = tmp_path / "own.toml"
+    for line, gib in (("", 80), ("gpu_gib = 48\n", 48)):
+        own.write_text(f"extends = 'train-vlm/chartqa-7b'\nflow = 'train-vlm'\n{line}")
+        assert load_recipe(own).gpu_gib == gib
+    with refused("invalid_gpu_gib", own, "many"):
+        load_recipe(own, ["gpu_gib=many"])
 
 
 def test_no_recipe_extends_the_demo():
