@@ -178,7 +178,8 @@ class WrittenData:
         if share := self.data.heldout_fraction:
             split = HashSplit(by="hash", heldout=share, of=("train.jsonl",))
         named = [pair for pair in zip(self.data.rewards, self.data.weights, strict=True) if isinstance(pair[0], str)]
-        with explained(RewardSettings, "reward_funcs"):
+        remedy = "pass a function, or the name of a reward that needs no arguments; docs/rewards.md lists them"
+        with explained(RewardSettings, "reward_funcs", remedy=remedy):
             rewards = tuple(RewardSettings(weight=weight, **_named(reward)) for reward, weight in named)
         with explained(_RowSettings, "MultimodalGRPOTrainer"):
             return _RowSettings(
