@@ -58,6 +58,10 @@ class QuantileStats(Sections):
     """Option to put the statistics into the dataset."""
     machine: MachineSection = Machine()
 
+    def refuse_sources(self) -> None:
+        """Check that folders of the datasets exist."""
+        _refuse_missing(self.dataset)
+
 
 class Demonstrations(Sections):
     """Record a LeRobot dataset of episodes in which the scripted policy reached its goal in LIBERO."""
@@ -137,8 +141,9 @@ class TrainVla(Sections):
         return self
 
     def refuse_sources(self) -> None:
-        """Check the name of the policy's source."""
+        """Check the name of the policy's source, and that folders of the datasets exist."""
         _refuse_unnamed(self.policy)
+        _refuse_missing(self.dataset)
 
     def refuse_ahead(self) -> None:
         """Check that the simulator can play the episodes of the evaluation, before anything is computed."""
@@ -323,6 +328,14 @@ class EvaluateLibero(Sections):
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
         refuse_episodes(self.evaluation, self.simulator)
+
+
+def _refuse_missing(dataset: DatasetSettings | None) -> None:
+    from armature.components.machine.project import project_source
+    from armature.components.robots.datasets.remote import refuse_missing_dataset
+
+    for each in dataset.listed() if dataset is not None else ():
+        refuse_missing_dataset(project_source(each.path), each.revision)
 
 
 def _refuse_unnamed(policy: RobotPolicySettings) -> None:

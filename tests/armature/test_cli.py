@@ -129,7 +129,7 @@ def test_shell_completes_commands_and_recipes(armature, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["evaluate/libero", "train-vla/tiny", "quantile-stats/folder", "alfworld-games/generated"]
+    "name", ["evaluate/libero", "train-vla/tiny", "quantile-stats/libero", "alfworld-games/generated"]
 )
 def test_check_without_model_servers_needs_no_vllm(name, armature):
     done = armature(

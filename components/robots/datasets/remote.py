@@ -41,27 +41,42 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
         ConfigurationError: a hub name has no revision, or something else has one.
         DataError: there is no dataset, or it cannot be reached.
     """
+    on_hub = refuse_missing_dataset(path, revision)
     if "://" in path:
-        _no_revision(path, revision)
         return FetchedDataset.opened(path.rstrip("/"), _list(path.rstrip("/")), cache)
-    if is_folder(path) or not HUB.fullmatch(path) or path.startswith("."):
-        _no_revision(path, revision)
-        if not is_folder(path):
-            raise DataError("the folder does not exist", code="not_a_lerobot_dataset", where=path)
+    if not on_hub:
         folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
         return LocalFiles(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
-    if revision is None:
-        raise ConfigurationError(
-            "a hub name needs a revision",
-            code="revision_missing",
-            where=f"dataset {path!r}, which is not a folder",
-            remedy="set revision to the commit that the dataset's page shows under its history",
-        )
-    commit = hub_commit(path, revision, "dataset").commit
+    commit = hub_commit(path, str(revision), "dataset").commit
     url = f"hf://datasets/{path}@{commit}"
     listing = fetched_home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
     make_once(listing, lambda path: _write_listing(_list(url), path))
     return FetchedDataset.opened(url, FileListing.model_validate_json(listing.read_bytes()), cache)
+
+
+def refuse_missing_dataset(path: str, revision: str | None) -> bool:
+    """Return True for a hub name with a revision, and False for a folder that exists or a URL. Nothing is fetched.
+
+    Raises:
+        ConfigurationError: a hub name has no revision, or something else has one.
+        DataError: there is no such folder.
+    """
+    if "://" not in path and HUB.fullmatch(path) and not path.startswith(".") and not is_folder(path):
+        if revision is None:
+            raise ConfigurationError(
+                "a hub name needs a revision",
+                code="revision_missing",
+                where=f"dataset {path!r}, which is not a folder",
+                remedy="set revision to the commit that the dataset's page shows under its history",
+            )
+        return True
+    if revision is not None:
+        raise ConfigurationError(
+            f"revision {revision!r} is set, but only a hub name has a revision", code="revision_unused", where=path
+        )
+    if "://" not in path and not is_folder(path):
+        raise DataError("the folder does not exist", code="not_a_lerobot_dataset", where=path)
+    return False
 
 
 def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFiles:
@@ -92,10 +107,3 @@ def _list(url: str) -> FileListing:
 
 def _write_listing(listing: FileListing, path: Path) -> None:
     path.write_text(listing.model_dump_json())
-
-
-def _no_revision(path: str, revision: str | None) -> None:
-    if revision is not None:
-        raise ConfigurationError(
-            f"revision {revision!r} is set, but only a hub name has a revision", code="revision_unused", where=path
-        )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from armature.components.artifacts.cache import DownloadCache
+from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import run_stage
 from armature.components.robots.datasets.lerobot.layout import LocalFiles
 from armature.components.robots.datasets.lerobot.reader import open_dataset
@@ -185,6 +186,13 @@ def test_download_stops_at_the_listed_size(bucket, cache):
 def test_error_names_invalid_dataset_or_url(cache, path, revision, code):
     with refused(code, path):
         open_files(path, revision, cache)
+
+
+@pytest.mark.parametrize("recipe", ["train-vla/own-robot-tiny", "quantile-stats/folder"])
+@pytest.mark.parametrize(("path", "code"), [("./none", "not_a_lerobot_dataset"), ("data/none", "revision_missing")])
+def test_missing_dataset_of_a_recipe_is_found_before_the_run(recipe, path, code):
+    with refused(code, path):
+        load_recipe(recipe, [f"dataset.path={path}"]).values.refuse_sources()
 
 
 class Hub(BaseHTTPRequestHandler):
