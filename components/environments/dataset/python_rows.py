@@ -88,7 +88,7 @@ def describe_rows(rows: Any, split: str) -> WrittenRows | None:
         raise _wrong_type(others[0], "a row")
     columns = {str(name) for row in each_row for name in row}
     images = {str(name) for name, value in first.items() if _is_image(value)} - {*IMAGE_COLUMNS}
-    chat = isinstance(first.get(PROMPT), list | tuple)
+    chat = isinstance(first.get(PROMPT), list | tuple | np.ndarray)
     return WrittenRows(len(table), tuple(sorted(columns)), chat, 0, tuple(sorted(images)))
 
 
