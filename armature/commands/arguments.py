@@ -19,6 +19,7 @@ def _recipes(incomplete: str) -> list[str]:
 Name = Annotated[
     str,
     typer.Argument(
+        metavar="RECIPE",
         help="A recipe: <flow>/<deployment>, as `armature list` shows them, or a file: my/recipe.toml.",
         autocompletion=_recipes,
     ),

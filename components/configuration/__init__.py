@@ -128,6 +128,8 @@ def recipe_path(name: str) -> Path:
             remedy = f"did you mean {name.removesuffix(SUFFIX)!r}? A name with {SUFFIX} is the path of a file"
         elif os.path.isfile(beside := f"{name}{SUFFIX}"):  # noqa: PTH113 (any text may be asked about)
             remedy = f"did you mean the file {beside!r}?"
+        elif os.path.isdir(name) and (inside := sorted(map(str, path.glob(f"*{SUFFIX}")))):  # noqa: PTH112
+            remedy = f"did you mean the file {inside[0]!r}? {name!r} is a folder"
         raise ConfigurationError(f"no recipe is called {name!r}", code="unknown_recipe", remedy=remedy)
     return CONFIGS / f"{name}{SUFFIX}"
 

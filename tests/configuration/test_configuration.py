@@ -175,6 +175,8 @@ def test_unknown_names_suggest_the_nearest():
     [
         ("dice", "unknown_recipe", "'dice.toml'"),
         ("dcie.toml", "recipe_file_missing", "'dice.toml'"),
+        (".", "unknown_recipe", "'copy.toml'"),
+        ("a" * 5000, "unknown_recipe", "armature list"),
         ("colors", "unknown_recipe", "'train-vlm/colors'"),
         ("train-vlm/colors.toml", "unknown_recipe", "'train-vlm/colors'"),
         ("extended.toml", "recipe_file_missing", "'dice.toml'"),
