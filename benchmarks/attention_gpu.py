@@ -71,6 +71,11 @@ GEOMETRIES = {
         vision={"window_size": 112},
     ),
     "qwen3-vl": Geometry(TEXT | LARGE, text={"head_dim": 128, "mrope_section": [24, 20, 20]}),
+    "qwen3.5": Geometry(
+        LARGE | {"hidden_size": 2048, "intermediate_size": 6144, "heads": 8, "key_value_heads": 2},
+        text={"head_dim": 256, "mrope_section": [11, 11, 10], "linear_num_key_heads": 16}
+        | {"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
     "internvl": Geometry(QWEN_TEXT | LARGE),
     "molmo2": Geometry(TEXT | SO400M, side=378, text={"head_dim": 128}),
     "gemma3": Geometry(

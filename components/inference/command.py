@@ -263,6 +263,13 @@ def server_command(
             "max-num-batched-tokens": max(8192, settings.max_model_len),
         }
         if has_state(read_config(model)):
+            if adapters is not None:
+                raise ConfigurationError(
+                    "vLLM on a CPU serves no adapters of a model with linear attention",
+                    code="adapters_not_served",
+                    where=str(model / "config.json"),
+                    remedy='set model.lora.served_as to "merged", or serve on GPUs (machine.servers.gpus)',
+                )
             # vLLM (0.32) caches states at the ends of blocks only, for which it computes prompts in chunks.
             arguments["enable-prefix-caching"] = False
     _check_entries(model)

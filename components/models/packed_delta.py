@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from inspect import unwrap
 from itertools import accumulate
@@ -188,8 +189,14 @@ def delta_rule(
     Returns:
         Outputs (T, HV, V), and the states (S, HV, K, V) at the ends of the segments.
     """
-    rule = _fla_rule if q.is_cuda and find_spec("fla") is not None else torch_rule
+    rule = _fla_rule if q.is_cuda and has_fla() else torch_rule
     return rule(q, k, v, g, beta, lengths, states)
+
+
+@cache
+def has_fla() -> bool:
+    """Check that the package fla-core is installed."""
+    return find_spec("fla") is not None
 
 
 def torch_rule(

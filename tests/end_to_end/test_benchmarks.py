@@ -37,6 +37,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
 GPU_SCRIPTS = [
     ["attention_gpu", "small", "qwen2.5-vl"],
     ["bitwise_gpu", "small", "kernels"],
+    ["delta_gpu", "small"],
     ["memory_gpu", "small"],
     ["scaling_gpu", "small", "one", "copies", "A"],
     ["sync_gpu", "small"],

@@ -220,10 +220,13 @@ def test_fp8_servers_exclude_the_vision_tower(checkpoint):
 
 @pytest.mark.parametrize(("gpus", "cached"), [((), False), ((0,), True)])
 def test_states_of_linear_attention_are_not_cached_on_cpu(gpus, cached, tmp_path):
-    """There vLLM could only cache them if it computed prompts in chunks, which ends its engine."""
+    """There vLLM could only cache them if it computed prompts in chunks, which ends its engine. It has no adapters."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 2}}')
     command = server_command(tmp_path, SETTINGS, make_machine(), port=1234, gpus=gpus)
     assert ("--no-enable-prefix-caching" not in command) == cached
+    if not gpus:
+        with refused("adapters_not_served", tmp_path):
+            server_command(tmp_path, SETTINGS, make_machine(), port=1234, gpus=gpus, adapters=ServedAdapters(8))
 
 
 def test_server_command_and_environment(checkpoint):

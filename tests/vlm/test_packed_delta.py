@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from armature.components.models import packed_delta
 from armature.components.models.adapters import model_inputs
 from armature.components.models.context_parallel import ContextParallel
 from armature.components.models.packed import complete_packing
-from armature.components.models.packed_delta import Level, delta_rule, torch_rule
+from armature.components.models.packed_delta import Level, delta_rule, has_fla, torch_rule
 from armature.components.training.ranks import Ranks
 from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import FeatureCache
@@ -164,7 +163,7 @@ def test_ranks_cannot_share_a_state(tiny):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)])
 def test_gpu_kernels_equal_the_plain_rule(dtype, tolerance):
     """fla-core's outputs, final states and gradients, relative to those of fp32 in plain torch."""
-    if find_spec("fla") is None:
+    if not has_fla():
         pytest.skip("needs fla-core")
     lengths, random = (65, 1, 130, 2, 64), torch.Generator().manual_seed(0)
 
