@@ -161,6 +161,7 @@ FAMILIES = _Families(
         "idefics3": "armature.components.families.smolvlm:IDEFICS3",
         "smolvlm": "armature.components.families.smolvlm:SMOLVLM",
         "glm4v": "armature.components.families.glm4v:GLM4V",
+        "glm4v-moe": "armature.components.families.glm4v:GLM4V_MOE",
         "gemma3": "armature.components.families.gemma3:GEMMA3",
         "gemma4": "armature.components.families.gemma4:GEMMA4",
         "molmo2": "armature.components.families.molmo2:MOLMO2",

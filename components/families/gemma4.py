@@ -114,7 +114,7 @@ def _initialize(model: Any, settings: TinySettings) -> None:
 GEMMA4 = Family(
     name="gemma4",
     model_type="gemma4",
-    vision=("model.vision_tower", "model.audio_tower"),  # audio is never sent
+    vision=("model.vision_tower", "model.audio_tower"),  # it is never run
     projector=("model.embed_vision", "model.embed_audio"),
     language=LANGUAGE,
     placeholder="image_token_id",

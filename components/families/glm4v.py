@@ -1,7 +1,9 @@
-"""The family GLM-4.1V: rotary positions in sections on half of each head, images as in Qwen2-VL."""
+"""The families GLM-4.1V and GLM-4.5V, a mixture of experts: positions rotate half of each head, in sections. Images are
+cut into patches as in Qwen2-VL."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from armature.components.families.family import LANGUAGE, Family, ImageInputs
@@ -23,11 +25,10 @@ VOCABULARY = TinyVocabulary(
 )
 MERGE = 2  # 2 x 2 patches become one token
 ROTATED = 0.5  # part of each head that positions rotate
+EXPERT_WIDTH = 96
 
 
-def _config(settings: TinySettings, tokenizer: Any) -> Any:
-    from transformers import Glm4vConfig
-
+def _text(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     frequencies = int(settings.hidden_size // settings.heads * ROTATED) // 2
     spatial = (frequencies - frequencies // 4) // 2
     rope = {
@@ -36,6 +37,10 @@ def _config(settings: TinySettings, tokenizer: Any) -> Any:
         "partial_rotary_factor": ROTATED,
         "mrope_section": [frequencies - 2 * spatial, spatial, spatial],
     }
+    return text_sizes(settings, tokenizer) | {"rope_parameters": rope, "attention_bias": True}
+
+
+def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     names = {
         "image_token_id": "<|image|>",
         "image_start_token_id": "<|begin_of_image|>",
@@ -44,21 +49,42 @@ def _config(settings: TinySettings, tokenizer: Any) -> Any:
         "video_start_token_id": "<|begin_of_video|>",
         "video_end_token_id": "<|end_of_video|>",
     }
-    return Glm4vConfig(
-        text_config=text_sizes(settings, tokenizer) | {"rope_parameters": rope, "attention_bias": True},
-        vision_config={
-            "depth": settings.vision_layers,
-            "hidden_size": settings.vision_hidden_size,
-            "intermediate_size": settings.vision_intermediate_size,
-            "num_heads": settings.vision_heads,
-            "out_hidden_size": settings.hidden_size,
-            "image_size": settings.image_side,
-            "patch_size": PATCH,
-            "initializer_range": settings.vision_initializer_range,
-        },
-        tie_word_embeddings=settings.tie_embeddings,
-        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()},
-    )
+    vision = {
+        "depth": settings.vision_layers,
+        "hidden_size": settings.vision_hidden_size,
+        "intermediate_size": settings.vision_intermediate_size,
+        "num_heads": settings.vision_heads,
+        "out_hidden_size": settings.hidden_size,
+        "image_size": settings.image_side,
+        "patch_size": PATCH,
+        "initializer_range": settings.vision_initializer_range,
+    }
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+    return ids | {"vision_config": vision, "tie_word_embeddings": settings.tie_embeddings}
+
+
+def _config(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Glm4vConfig
+
+    return Glm4vConfig(text_config=_text(settings, tokenizer), **_shared(settings, tokenizer))
+
+
+def _moe_config(settings: TinySettings, tokenizer: Any) -> Any:
+    """The first layer is dense; each other one has 8 experts, of which each token uses 2, and a shared one."""
+    from transformers import Glm4vMoeConfig
+
+    experts = {
+        "head_dim": settings.hidden_size // settings.heads,
+        "use_qk_norm": False,  # transformers has no such norms, and vLLM asks
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": EXPERT_WIDTH,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return Glm4vMoeConfig(text_config=_text(settings, tokenizer) | experts, **_shared(settings, tokenizer))
 
 
 def _processor(settings: TinySettings, tokenizer: Any) -> Any:
@@ -96,4 +122,13 @@ GLM4V = Family(
         type_ids="mm_token_type_ids",
     ),
     tiny=TinyRecipe(VOCABULARY, glm("<|begin_of_image|><|image|><|end_of_image|>"), _config, _processor, _initialize),
+)
+GLM4V_MOE = replace(
+    GLM4V,
+    name="glm4v-moe",
+    model_type="glm4v_moe",
+    wrap_classes=("Glm4vMoeTextDecoderLayer", "Glm4vMoeVisionBlock"),
+    served_adapters=(),  # with adapters vLLM (0.32) ends on CPU at the first request
+    served_entries={"text_config.use_qk_norm": False, "text_config.tie_word_embeddings": False},
+    tiny=TinyRecipe(VOCABULARY, glm("<|begin_of_image|><|image|><|end_of_image|>"), _moe_config, _processor),
 )

@@ -234,7 +234,7 @@ def _load_weights(
         model, report = AutoModelForImageTextToText.from_pretrained(
             locate(source, settings.revision),
             dtype=dtype,
-            attn_implementation=_implementation(settings),
+            attn_implementation=_implementation(config, settings),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `_check_weights` reports them with a remedy
             **local_code_options(settings.trust_remote_code),
@@ -250,7 +250,7 @@ def _empty_model(config: PreTrainedConfig, settings: ModelSettings) -> PreTraine
         return AutoModelForImageTextToText.from_config(
             config,
             dtype=DTYPES[settings.dtype],
-            attn_implementation=_implementation(settings),
+            attn_implementation=_implementation(config, settings),
             trust_remote_code=is_remote(config),
         )
 
@@ -306,10 +306,11 @@ def _without_bars() -> Iterator[None]:
         set_tqdm_hook(previous)
 
 
-def _implementation(settings: ModelSettings) -> str:
+def _implementation(config: PreTrainedConfig, settings: ModelSettings) -> str | dict[str, str]:
     """Return the name of the attention implementation with which transformers loads the model. `choose_kernels` may
-    change it afterwards."""
-    return "sdpa" if settings.attn_implementation == "auto" else settings.attn_implementation
+    change it afterwards. An audio tower, which is never run, has no other implementation than "eager"."""
+    name = "sdpa" if settings.attn_implementation == "auto" else settings.attn_implementation
+    return {"": name, "audio_config": "eager"} if getattr(config, "audio_config", None) is not None else name
 
 
 def _check_attention(implementation: str) -> None:

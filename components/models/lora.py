@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, transformers_weight_conversion
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -161,7 +162,23 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
             where="model.lora.targets",
             remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
         )
-    return get_peft_model(model, lora_config(names, settings.rank, settings.alpha))
+    with _exact_names():
+        return get_peft_model(model, lora_config(names, settings.rank, settings.alpha))
+
+
+@contextmanager
+def _exact_names() -> Iterator[None]:
+    """Let PEFT (0.21) take names of layers as they are during the block.
+
+    In some mixtures of experts it would take the feed-forward layers of a shared expert for the routed experts.
+    """
+    patterns = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN
+    before = dict(patterns)
+    patterns.clear()
+    try:
+        yield
+    finally:
+        patterns.update(before)
 
 
 def lora_config(names: list[str], rank: int, alpha: float, dropout: float = 0.0) -> LoraConfig:

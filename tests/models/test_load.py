@@ -30,7 +30,7 @@ from tests.vlm.conftest import model_settings
 SETTINGS = model_settings()
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), scope="language")
-LINEARS = {"glm4v": 12, "qwen3-vl-moe": 8, "qwen3.5": 15, "gemma4": 33}
+LINEARS = {"glm4v": 12, "glm4v-moe": 14, "qwen3-vl-moe": 8, "qwen3.5": 15, "gemma4": 33}
 """Linear layers of the language model, if not seven in each of two layers. GLM has one for gate and up projection;
 linear attention has five; experts are three-dimensional tensors. Gemma 4 has four layers, two of which have keys and
 values, and three more for embeddings of layers."""
@@ -145,6 +145,16 @@ def test_mapped_weights_equal_the_loaded_model_s(name, checkpoint):
     parameters = {key: p for key, p in model.named_parameters() if ".lora_" not in key}
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters.values())
     assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+
+def test_audio_tower_does_not_prevent_loading(checkpoint, tmp_path):
+    config = json.loads((checkpoint("gemma4") / "config.json").read_text())
+    config["audio_config"] = {"model_type": "gemma4_audio", "hidden_size": 64, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, SETTINGS.model_copy(update={"freeze": ("vision", "projector")}), empty=True)
+    assert model.config.text_config._attn_implementation == "sdpa"
+    frozen = {name.split(".")[1] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"audio_tower", "embed_audio", "vision_tower", "embed_vision"}
 
 
 def test_mapped_weights_keep_float32_modules(checkpoint, monkeypatch):

@@ -42,7 +42,7 @@ DEFAULT = (
     *(("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral3", True)),
     *(("molmo2", False), ("idefics3", False), ("qwen3.5", False), ("qwen3-vl-moe", False)),
 )
-IMPOSSIBLE = (("molmo2", True), ("gemma4", False))  # Molmo2 cannot be tied, and Gemma 4 always is
+IMPOSSIBLE = (("molmo2", True), ("glm4v-moe", True), ("gemma4", False))  # tied: refused, refused, always
 ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) not in IMPOSSIBLE]
 CASES = ALL if os.environ.get("ARMATURE_TEST_FAMILIES") == "all" else DEFAULT
 
