@@ -17,6 +17,10 @@ from armature.components.families.family import FAMILIES
 from armature.components.models.tiny import make_tiny_checkpoint
 
 EVERY_FAMILY = tuple(FAMILIES)
+ALL = os.environ.get("ARMATURE_TEST_FAMILIES") == "all"
+BY_HAND = () if ALL else ("internvl3.5", "idefics3", "glm4v", "glm4v-moe", "gemma4")
+"""Families whose slow tests run only with `ARMATURE_TEST_FAMILIES=all`, since each starts a server or trains.
+docs/models.md has the results."""
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

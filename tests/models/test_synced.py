@@ -40,7 +40,7 @@ TOLERANCE = 1e-5  # nats per token, both in fp32
 STEPS = 3
 DEFAULT = (
     *(("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral3", True)),
-    *(("molmo2", False), ("idefics3", False), ("qwen3.5", False), ("qwen3-vl-moe", False)),
+    *(("molmo2", False), ("smolvlm", False), ("qwen3.5", False), ("qwen3-vl-moe", False)),
 )
 IMPOSSIBLE = (("molmo2", True), ("glm4v-moe", True), ("gemma4", False))  # tied: refused, refused, always
 ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) not in IMPOSSIBLE]

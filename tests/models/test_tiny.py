@@ -21,6 +21,8 @@ from armature.components.families.tiny import FormatSettings, TinySettings, Tran
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from tests.refusals import refused
 
+from .conftest import BY_HAND
+
 COLORS = ("red", "green", "blue", "yellow")
 QUICK = ("qwen2-vl", "pixtral", "gemma3")
 FORMAT = FormatSettings(
@@ -151,7 +153,8 @@ def test_logits_depend_on_the_image(family, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in BY_HAND],
 )
 def test_format_pretraining_gives_well_formed_answers_at_chance(family, tmp_path):
     settings = SMALL.model_copy(update={"format": FORMAT, "image_side": 56})
