@@ -18,6 +18,7 @@ ENVIRONMENTS = Registry(
         "coordinates": "armature.components.environments.coordinates:Coordinates",
         "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
         "mixture": "armature.components.environments.mixture:MixtureEnvironment",
+        "motion": "armature.components.environments.motion:Motion",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",
         "recall": "armature.components.environments.recall:Recall",
         "verifiers": "armature.components.environments.verifiers:VerifiersEnvironment",

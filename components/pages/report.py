@@ -24,8 +24,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from armature.components.artifacts.images import decode
+from armature.components.artifacts.videos import decode_video, encode_video
 from armature.components.contracts.errors import DataError
-from armature.components.contracts.images import EncodedImage, ImageRef, data_url
+from armature.components.contracts.images import VIDEO, EncodedImage, ImageRef, data_url
 from armature.components.contracts.metrics import dump_json
 from armature.components.contracts.rollouts import Failure, Trajectory
 from armature.components.pages.records import Decode, TurnScores, rollout_record
@@ -382,6 +383,12 @@ class _EmbeddedImages:
     def _encode(self, ref: ImageRef) -> tuple[bytes, str]:
         image = EncodedImage(self._reader.read(ref), ref.media_type)
         if max(ref.width, ref.height) <= self._side:
+            return image.data, image.media_type
+        if ref.media_type == VIDEO:
+            video = decode_video(image)
+            for frame in video.frames:
+                frame.thumbnail((self._side, self._side))
+            image = encode_video(video.frames, video.times)
             return image.data, image.media_type
         small = decode(image)
         small.thumbnail((self._side, self._side))

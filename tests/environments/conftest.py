@@ -51,6 +51,12 @@ EXAMPLES = {
         "an image",
         1.0,
     ),
+    "motion": Example(
+        {"frames": 6, "image_size": 56},
+        lambda task, turn: f" {task.payload['way'].title()}.\n",
+        "up",
+        1.0,
+    ),
     "recall": Example(
         {
             **IMAGE,

@@ -1,4 +1,4 @@
-"""Tests of the environments colors, recall and coordinates that do not apply to all environments."""
+"""Tests of the environments colors, motion, recall and coordinates that do not apply to all environments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from armature.components.artifacts.videos import decode_video
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
 from armature.components.environments.generated import ColorImageSettings, color_image, color_reward
+from armature.components.environments.motion import WAYS, MotionSettings, moving_square
 from armature.components.environments.recall import Recall, RecallSettings
 from tests.refusals import refused
 
@@ -35,6 +37,31 @@ def test_color_image_is_noisy_and_nearest_to_its_color(color: str) -> None:
         mean = image.mean(axis=(0, 1))
         assert min(COLORS, key=lambda name: float(np.linalg.norm(mean - COLORS[name]))) == color
         assert image.std(axis=(0, 1)).max() > 8
+
+
+def columns(video: EncodedImage) -> list[int]:
+    """Return the square's column in each frame."""
+    frames = [np.asarray(frame, dtype=float).mean(axis=(0, 2)) for frame in decode_video(video).frames]
+    return [int(np.convolve(frame, np.ones(8), "valid").argmax()) for frame in frames]
+
+
+def test_square_moves_its_way_from_any_column() -> None:
+    settings = MotionSettings(noise=0.0)
+    begins = set()
+    for seed in range(60):
+        places = columns(moving_square("right", seed, settings))
+        begins.add(places[0])
+        assert places == [places[0], places[0] + 2, places[0] + 4, places[0] + 6]
+        assert columns(moving_square("left", seed, settings)) == places[::-1]
+    assert begins == set(range(15))
+
+
+def test_order_of_shuffled_frames_does_not_depend_on_the_direction() -> None:
+    settings = MotionSettings(noise=0.0, shuffled=True)
+    steps = [np.sign(np.diff(columns(moving_square(way, seed, settings))).sum()) for way in WAYS for seed in range(200)]
+    assert abs(np.mean(steps[:200])) < 0.2 and abs(np.mean(steps[200:])) < 0.2
+    with refused("path_too_long", 28):
+        MotionSettings(frames=12)
 
 
 def test_color_image_without_noise_is_uniform() -> None:

@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.videos import decode_video
 from armature.components.contracts.errors import DataError
+from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.rollouts import Failure
 from armature.components.pages.records import TurnScores
 from armature.components.pages.report import HtmlReport, Limits, Rollouts, write_report
 from tests.images import other_images, raw_png, turned_images
+from tests.models.clips import clip
 from tests.pages.conftest import MemoryImages, make_trajectory
 
 HOSTILE = [
@@ -124,6 +127,15 @@ def test_large_images_are_scaled_down(page, images):
     (image,) = data["images"].values()
     assert image["uri"].startswith("data:image/webp;base64,") and (image["width"], image["height"]) == (900, 300)
     assert len(image["uri"]) < 900 * 300
+
+
+@pytest.mark.parametrize(("side", "size"), [(40, (40, 27)), (512, (96, 64))])
+def test_videos_are_embedded_with_all_frames(side, size, page, tmp_path):
+    store, video = ImageStore(tmp_path / "images"), clip(5, 0.5)
+    ref = store.put(video)
+    data = write(page, [make_trajectory("t", (ref,))], store, limits=Limits(image_side=side)).data
+    shown = decode_video(EncodedImage.from_url(data["images"][ref.sha256]["uri"]))
+    assert shown.times == decode_video(video).times and {frame.size for frame in shown.frames} == {size}
 
 
 def test_images_beyond_the_budget_are_counted(page, images):
