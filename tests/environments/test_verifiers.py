@@ -14,6 +14,7 @@ from armature.components.contracts.images import EncodedImage
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.verifiers.episode import ChatEndpoint, content
+from tests.artifacts.test_videos import file_of, numbers
 from tests.refusals import refused
 
 
@@ -62,6 +63,9 @@ def test_chat_endpoint_answers_only_its_secret_path() -> None:
         {"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}},
         {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}},
+        {"type": "video_url", "video_url": {"url": "http://169.254.169.254/x.mp4"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,@@"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
         {"type": "input_audio", "input_audio": {}},
     ],
 )
@@ -72,3 +76,6 @@ def test_rejects_message_parts_other_than_text_and_inline_images(part: dict[str,
     assert content({"content": [{"type": "image_url", "image_url": {"url": f"data:image/webp;base64,{good}"}}]}) == (
         EncodedImage(b"bytes", "image/webp"),
     )
+    clip = base64.b64encode(file_of(8, fps=4)).decode()
+    (video,) = content({"content": [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}]})
+    assert isinstance(video, EncodedImage) and numbers(video) == [0, 2, 4, 6]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from armature.components.artifacts.videos import read_video
 from armature.components.contracts.episodes import Observation, Outcome
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import EncodedImage
@@ -204,10 +206,10 @@ class VerifiersEpisode:
 
 
 def content(message: Mapping[str, Any]) -> tuple[str | EncodedImage, ...]:
-    """Return the text and images of a message in order.
+    """Return the text, images and videos of a message in order.
 
     Raises:
-        ValueError: an image is not inline (images are not downloaded), or a part is neither text nor an image.
+        ValueError: an image or video is damaged or not inline (nothing is downloaded), or a part is of another type.
     """
     if message["content"] is None or isinstance(message["content"], str):
         return (message["content"] or "",)
@@ -217,12 +219,21 @@ def content(message: Mapping[str, Any]) -> tuple[str | EncodedImage, ...]:
 def _part(part: Mapping[str, Any]) -> str | EncodedImage:
     if part["type"] == "text":
         return str(part["text"])
-    if part["type"] != "image_url":
-        raise ValueError(f"a message holds {part['type']!r}; the bridge supports text and images")
+    if part["type"] not in ("image_url", "video_url"):
+        raise ValueError(f"a message holds {part['type']!r}; the bridge supports text, images and videos")
+    url = str(part[part["type"]]["url"])
     try:
-        return EncodedImage.from_url(str(part["image_url"]["url"]))
+        return EncodedImage.from_url(url) if part["type"] == "image_url" else read_video(_inline(url))
     except DataError as error:
         raise ValueError(str(error)) from error
+
+
+def _inline(url: str) -> bytes:
+    """Return the bytes of a video in a data URL; other URLs raise a ValueError."""
+    head, _, data = url.partition(";base64,")
+    if not head.startswith("data:video/"):
+        raise ValueError(f"a video is passed by URL, {url[:80]!r}: give its bytes as data:video/...;base64,...")
+    return b64decode(data, validate=True)
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, tuple[str | EncodedImage, ...]]:
