@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -45,6 +48,24 @@ class TableSchema:
     def stored(self) -> pa.Schema:
         """Return the Arrow schema that is written to the file. Its metadata has the table's name and version."""
         return self.schema.with_metadata({NAME_KEY: self.name.encode(), VERSION_KEY: str(self.version).encode()})
+
+
+def packed_array(array: npt.NDArray[Any] | None) -> bytes | None:
+    """Return an array of any shape as the bytes of an .npy file, for a column of type binary; None stays None."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def unpacked_array(data: bytes | None) -> npt.NDArray[Any] | None:
+    """Return the array of `packed_array`.
+
+    Raises:
+        ValueError: `data` is not an .npy file of numbers.
+    """
+    return None if data is None else np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
 
 
 def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: TableSchema) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
+from armature.components.contracts.rollouts import Experts, GenerateOutputs, LogProbs, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,9 @@ class Sample:
     `behavior_logprobs[j]` is the log-prob with which token j was sampled, `policy_versions[j]` is the version of the
     oldest weights that sampled its turn, and `advantages[j]` is its advantage. For all other tokens these three are
     0.0, -1 and 0.0. Tokens of videos are written as image tokens: to a trainer, a video is an image of several frames.
+
+    `experts` (L, layers, k) int16 are the experts that the server used for each token, -1 where the trainer chooses.
+    None: it chooses everywhere.
     """
 
     sample_id: str
@@ -44,6 +47,7 @@ class Sample:
     advantages: npt.NDArray[np.float32]
     reward: float
     images: tuple[ImageRef, ...]
+    experts: Experts | None = None
 
 
 @dataclass
@@ -53,8 +57,9 @@ class MultimodalBatch:
     `input_ids`, `attention_mask`, `loss_mask` and `behavior_logprobs` have shape (B, L), `rewards` has shape (B,).
     Column j of each (B, L) tensor describes token j, so column 0 is never trained on. The leading dimension of
     `pixel_values` depends on the model family (patches, images, tiles or crops) and is seldom B. `extra_model_kwargs`
-    is passed unchanged to the model's forward. The constructor validates nothing; adapters validate the batches that
-    they build. If `advantages` (B, L) is None, the trainer computes advantages from `rewards`.
+    is passed unchanged to the model's forward. `experts` (B, L, layers, k) is as in `Sample`. The constructor validates
+    nothing; adapters validate the batches that they build. If `advantages` (B, L) is None, the trainer computes
+    advantages from `rewards`.
     """
 
     input_ids: torch.Tensor
@@ -65,6 +70,7 @@ class MultimodalBatch:
     pixel_values: torch.Tensor | None = None
     extra_model_kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
     advantages: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
 # --- The interface between rollouts and a trainer ---

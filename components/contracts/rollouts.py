@@ -15,6 +15,8 @@ from armature.components.contracts.images import ImageRef
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
+Experts = npt.NDArray[np.integer]
+"""The experts of each token in a mixture of experts, (T, layers, k): layers without experts have rows, too."""
 
 MAX_LOGPROB = 1e-5
 """Largest valid log-prob of a sampled token. It is above 0, because a float32 log-softmax may round to a value
@@ -35,6 +37,8 @@ class Turn:
     token, with their log-probs under the distribution that was sampled from (temperature applied).
     `policy_version`: version of the oldest weights that sampled any of these tokens.
     `images`: all images of the prompt in order of appearance, including images of earlier turns.
+    `experts` (P + C - 1, layers, k): the experts that the server used for each token but the last, which it has not
+    computed; None if it did not return them.
     """
 
     index: int
@@ -53,6 +57,7 @@ class Turn:
     action_defect: ActionDefect | None
     generate_seconds: float
     environment_seconds: float
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from armature.components.contracts.errors import ServerError, blanked
-from armature.components.contracts.rollouts import LogProbs, TokenIds
+from armature.components.contracts.rollouts import Experts, LogProbs, TokenIds
 from armature.components.inference.replies import PLAIN, WEIGHTS, BadReply, Endpoint, Reply, ReplyReader
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.network import socket_options
@@ -97,6 +97,7 @@ class Completion:
             are divided by the temperature, and forbidden tokens have probability 0.
         policy_version: version of the weights that the server had when the request was sent. All tokens are of this
             version, unless weights change in flight.
+        experts: (P + C - 1, layers, k), the experts of each token but the last, if servers return them.
     """
 
     prompt_token_ids: TokenIds
@@ -107,6 +108,7 @@ class Completion:
     policy_version: int
     server: str
     seconds: float
+    experts: Experts | None = None
 
 
 def request_body(

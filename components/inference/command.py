@@ -95,6 +95,25 @@ def vocabulary(folder: Path) -> tuple[int, int]:
     return _rows(tensors, "lm_head.weight") or min(rows, embedding), embedding
 
 
+def expert_layout(folder: Path) -> tuple[int, int, int]:
+    """Return how many experts a layer has, how many layers the language model has, and how many experts a token uses.
+
+    Raises:
+        ConfigurationError: the checkpoint is not a mixture of experts, or not of Qwen's kind.
+    """
+    config = read_config(folder)
+    names = ("num_experts", "num_hidden_layers", "num_experts_per_tok")
+    experts, layers, chosen = (_first_integer(config, name) for name in names)
+    if experts == _ANY or chosen == _ANY:
+        raise ConfigurationError(
+            "config.json has no num_experts: the model has no experts, or none that can be replayed",
+            code="experts_missing",
+            where=f"inference.replay_experts, {folder / 'config.json'}",
+            remedy="leave it out",
+        )
+    return experts, layers, chosen
+
+
 def _rows(tensors: Tensors, name: str) -> int:
     """Return the number of rows of the tensor called `name`, with or without a prefix; 0 if there is no such tensor."""
     shapes = [shape for full, (_, shape) in tensors.items() if full == name or full.endswith(f".{name}")]
@@ -204,6 +223,7 @@ _RESERVED_ARGUMENTS = {
     "max_model_len": "inference.max_model_len",
     "limit_mm_per_prompt": "inference.max_images_per_prompt and max_videos_per_prompt",
     "dtype": "inference.dtype",
+    "enable_return_routed_experts": "inference.replay_experts",
     "quantization": "inference.quantization",
     "quantization_config": "inference.quantization",
     "tensor_parallel_size": "machine.servers.gpus, or machine.cluster.servers",
@@ -273,6 +293,8 @@ def server_command(
             # vLLM (0.32) caches states at the ends of blocks only, for which it computes prompts in chunks.
             arguments["enable-prefix-caching"] = False
     _check_entries(model)
+    if settings.replay_experts:
+        arguments["enable-return-routed-experts"] = True
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
     if settings.max_videos_per_prompt:

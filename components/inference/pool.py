@@ -25,7 +25,13 @@ from armature.components.inference.client import (
     Sampling,
     TransientError,
 )
-from armature.components.inference.command import ServedAdapters, placeholder_token_ids, sampled_token_ids, vocabulary
+from armature.components.inference.command import (
+    ServedAdapters,
+    expert_layout,
+    placeholder_token_ids,
+    sampled_token_ids,
+    vocabulary,
+)
 from armature.components.inference.determinism import Repeatability
 from armature.components.inference.direct_access import ServerAccess, SuspectServer, server_access
 from armature.components.inference.lease import describe_run
@@ -72,7 +78,8 @@ class ServerPool:
             direct access, for servers with adapters, and for servers without our plug-in.
 
     Raises:
-        ConfigurationError: the servers cannot run with these `settings` on this `machine`.
+        ConfigurationError: the servers cannot run with these `settings` on this `machine`, or the model has no experts
+            to replay.
         DataError: `weights` is not a checkpoint.
 
     Example:
@@ -106,7 +113,8 @@ class ServerPool:
         sampled, prompt = vocabulary(weights)
         places = tuple(sorted({token.text for token in added_tokens(weights) if token.id in set(forbidden_token_ids)}))
         forbidden = frozenset(self.forbidden_token_ids)
-        self.limits = AnswerLimits(sampled, prompt, forbidden, settings.max_model_len, places)
+        experts = expert_layout(weights) if settings.replay_experts else None
+        self.limits = AnswerLimits(sampled, prompt, forbidden, settings.max_model_len, places, experts)
         images = settings.max_images_per_prompt > 0
         sync_check = SyncCheck(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine

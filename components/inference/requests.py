@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import reprlib
 import time
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from armature.components.contracts.rollouts import MAX_LOGPROB, TokenIds
+from armature.components.contracts.rollouts import MAX_LOGPROB, Experts, TokenIds
 from armature.components.inference.client import (
     Completion,
     GenerationFailure,
@@ -46,6 +48,8 @@ class AnswerLimits:
         forbidden: token ids that are never sampled.
         max_model_len: most tokens of a prompt and its completion together.
         placeholders: texts of image placeholder tokens, which no text of a prompt may contain.
+        experts: three numbers if the answer has the experts of its tokens: experts of a layer, layers, and experts of a
+            token.
     """
 
     sampled: int
@@ -53,14 +57,17 @@ class AnswerLimits:
     forbidden: frozenset[int]
     max_model_len: int
     placeholders: tuple[str, ...] = ()
+    experts: tuple[int, int, int] | None = None
 
     def answer_bytes(self, n: int, max_tokens: int) -> int:
         """Return the size of the longest valid answer to a request for `n` samples, in bytes.
 
         A sampled token takes about 110 bytes (its id, text, bytes and log-prob), and up to 800 for the longest tokens
-        of published vocabularies; a token of the prompt takes its id only.
+        of published vocabularies; a token of the prompt takes its id only. In each sample, all tokens
+        have their experts in base64.
         """
-        return _BASE + self.max_model_len * _PER_PROMPT_TOKEN + n * min(max_tokens, self.max_model_len) * _PER_TOKEN
+        tokens = _PER_PROMPT_TOKEN + (0 if self.experts is None else n * 3 * self.experts[1] * self.experts[2])
+        return _BASE + self.max_model_len * tokens + n * min(max_tokens, self.max_model_len) * _PER_TOKEN
 
 
 def read_completions(
@@ -148,7 +155,26 @@ def _completion(
     if bad := [value for value in values if not -9000 < value <= MAX_LOGPROB]:
         raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(bad)}")
     logprobs = np.minimum(np.asarray(values, dtype=np.float32), np.float32(0.0))
-    return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds)
+    experts = None if bounds.experts is None else _experts(choice, prompt.size + tokens.size - 1, bounds.experts)
+    return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds, experts)
+
+
+def _experts(choice: dict[str, Any], tokens: int, layout: tuple[int, int, int]) -> Experts:
+    """Return the experts of a sample's tokens, (tokens, layers, k). They are an .npy file in base64."""
+    experts, *shape = layout
+    try:
+        data = base64.b64decode(choice.get("routed_experts", ""), validate=True)
+        file = io.BytesIO(data)
+        np.lib.format.read_magic(file)
+        stored, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if stored != (tokens, *shape) or dtype not in (np.uint8, np.uint16):
+            raise _InvalidAnswer("bad_experts", f"{tokens} tokens have experts of shape {stored}, {dtype}")
+        array = np.frombuffer(data, dtype, offset=file.tell()).reshape(stored)
+    except (TypeError, ValueError) as error:
+        raise _InvalidAnswer("bad_experts", f"the answer has no experts of its tokens: {_show(error)}") from None
+    if array.max(initial=0) >= experts:
+        raise _InvalidAnswer("bad_experts", f"there is no expert {array.max()}: a layer has {experts}")
+    return array
 
 
 def _token_ids(values: Any, rows: int) -> TokenIds:

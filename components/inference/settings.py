@@ -62,6 +62,9 @@ class ServerSettings(Settings):
     """fp8: compute the matrix products of text layers in 8 bits, with scales per output channel of weights and per
     token of activations. Needs servers on GPUs, and trainer.correction for training, because these servers sample from
     a different distribution than the trainer's."""
+    replay_experts: bool = False
+    """Servers return the experts that each token of a mixture of experts used, and the trainer uses the same ones. A
+    run stops before its first step if this does not make trainer and servers agree better."""
     deterministic: bool | None = None
     """True: the bits of every answer depend only on its request and the weights, so that the same seed gives the same
     run on a busy machine too. It is an error if this is impossible. Unset: the same for servers that the run starts on

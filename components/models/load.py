@@ -264,7 +264,7 @@ def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) 
     for name, parameter in model.named_parameters():
         if family.component_of(name) in components:
             parameter.requires_grad_(False)
-    for router in routers(model):
+    for router in routers(model).values():
         router.requires_grad_(False)
 
 

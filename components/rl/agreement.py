@@ -113,6 +113,31 @@ def refuse_mismatch(
         )
 
 
+ROUNDING_KL = 1e-9
+"""Mismatch KL in nats that rounding in fp32 stays below."""
+
+
+def refuse_replay(replayed: LogprobAgreement, without: LogprobAgreement) -> None:
+    """Refuse to replay experts that do not make trainer and server agree better.
+
+    Equal numbers are accepted: then no choice of a router differed, or all of them were within rounding.
+
+    Raises:
+        MismatchError: the mismatch KL with the server's experts is larger than with the trainer's own, or it is as
+            large although log-probs differ.
+    """
+    same = (replayed.mismatch_kl, replayed.max_difference) == (without.mismatch_kl, without.max_difference)
+    if same or replayed.mismatch_kl < max(without.mismatch_kl, ROUNDING_KL):
+        return
+    raise MismatchError(
+        f"replaying the server's experts does not help: mismatch KL {replayed.mismatch_kl:.3g} with them, "
+        f"{without.mismatch_kl:.3g} without",
+        code="replay_useless",
+        where="pre-flight, inference.replay_experts",
+        remedy="the server's experts are not those of its tokens: update vLLM, or set inference.replay_experts = false",
+    )
+
+
 FIRST_UPDATE = "mismatch_kl/first_update"
 """Name of the metric with the mismatch KL of a step's first update. Until then the step has not changed the policy."""
 OLDEST = "policy_version/min"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from armature.components.rl.agreement import (
     compare,
     refuse_mismatch,
     refuse_other_texts,
+    refuse_replay,
     step_mismatch,
 )
 from armature.components.rl.base import TrainingRun
@@ -184,21 +185,31 @@ class RLRun(TrainingRun):
         """Compare the log-probs of trainer and servers on a few rollouts, and warn if nothing can be learned from them.
 
         Raises:
-            MismatchError: trainer and servers disagree, or none of the rollouts becomes a sample.
+            MismatchError: trainer and servers disagree, none of the rollouts becomes a sample, or replaying experts
+                does not make them agree better.
         """
         outputs, completions = self.play_tasks(self.preflight_tasks())
         refuse_other_texts(completions, self.parts.tokenizer.backend_tokenizer)
         samples, drops = self.parts.adapter.samples(outputs)
         drops.update(outputs.drops)
-        folder = self.context.workspace / "preflight"
-        folder.mkdir(exist_ok=True)
-        write_batch(folder, samples)
-        scores = self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else []
-        agreement = compare(samples, scores)
+        agreement = self._agreement(samples)
+        if any(sample.experts is not None for sample in samples):
+            without = self._agreement([replace(sample, experts=None) for sample in samples])
+            refuse_replay(agreement, without)
+            self.context.events.message(
+                f"experts replayed: mismatch KL {agreement.mismatch_kl:.3g}, without {without.mismatch_kl:.3g}"
+            )
         refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl, outputs.failures)
         if warning := no_signal(outputs.trajectories, self.settings.batches):
             self.context.events.message(warning)
         return agreement
+
+    def _agreement(self, samples: Sequence[Sample]) -> LogprobAgreement:
+        """Compare the trainer's log-probs of the samples with the server's."""
+        folder = self.context.workspace / "preflight"
+        folder.mkdir(exist_ok=True)
+        write_batch(folder, samples)
+        return compare(samples, self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else [])
 
     def _metrics_of(self, outputs: GenerateOutputs) -> dict[str, float]:
         environment = self.parts.environment

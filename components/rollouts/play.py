@@ -261,6 +261,7 @@ class EpisodeRunner:
                     action_defect=outcome.action_defect,
                     generate_seconds=generate_seconds,
                     environment_seconds=environment_seconds,
+                    experts=generated.experts,
                 )
             )
             if outcome.observation is None:

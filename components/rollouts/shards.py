@@ -211,6 +211,7 @@ class RolloutWorkers:
             forbidden=tuple(sorted(limits.forbidden)),
             max_model_len=limits.max_model_len,
             placeholders=limits.placeholders,
+            experts=limits.experts,
         ).model_dump(mode="json")
         env = {PROJECT: str(project_folder().resolve())} if PROJECT in os.environ else {}
         self._workers = WorkerPool(

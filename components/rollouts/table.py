@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from armature.components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from armature.components.artifacts.tables import (
+    IMAGE_REF,
+    TableSchema,
+    packed_array,
+    read_table,
+    unpacked_array,
+    write_table,
+)
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
 
 ROLLOUTS = TableSchema(
     "rollouts",
-    3,
+    4,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -42,6 +49,7 @@ ROLLOUTS = TableSchema(
             ("action_defect", pa.string()),
             ("generate_seconds", pa.float64()),
             ("environment_seconds", pa.float64()),
+            ("experts", pa.binary()),
         ]
     ),
 )
@@ -60,6 +68,7 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
     columns: dict[str, Iterable[Any]] = {
         "turn": [turn.index for _, turn in turns],
         "images": [[asdict(image) for image in turn.images] for _, turn in turns],
+        "experts": [packed_array(turn.experts) for _, turn in turns],
         "reward_parts": [list(turn.reward_parts.items()) for _, turn in turns],
     }
     for name in ("group_id", "trajectory_id", "environment", "task_id", "split", "truncated"):
@@ -120,6 +129,7 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
             index=row["turn"],
             images=tuple(ImageRef(**image) for image in row["images"]),
             reward_parts=dict(row["reward_parts"]),
+            experts=unpacked_array(row["experts"]),
             **{name: row[name] for name in _PLAIN},
         )
         for row in rows
@@ -135,4 +145,4 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
     )
 
 
-_PLAIN = sorted(set(Turn.__dataclass_fields__) - {"index", "images", "reward_parts"})
+_PLAIN = sorted(set(Turn.__dataclass_fields__) - {"index", "images", "reward_parts", "experts"})

@@ -47,11 +47,13 @@ class WorkerPlan(Settings):
     forbidden: tuple[int, ...]
     max_model_len: int
     placeholders: tuple[str, ...]
+    experts: tuple[int, int, int] | None
 
     @property
     def limits(self) -> AnswerLimits:
         """Limits that the worker checks servers' answers against."""
-        return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len, self.placeholders)
+        forbidden = frozenset(self.forbidden)
+        return AnswerLimits(self.sampled, self.prompt, forbidden, self.max_model_len, self.placeholders, self.experts)
 
 
 class RolloutWorker:

@@ -186,6 +186,7 @@ class Learner(TrainingEngine[Any]):
         check_samples(samples)
         settings, device, began, meter = self.settings, self.ranks.device, perf_counter(), Meter()
         corrects = settings.correction.mode != "none"
+        self.policy.replay.take_counts()  # forget those of scoring
         rows_of_updates = list(updates(len(samples), settings.samples_per_update))
 
         # The importance correction refers to the policy at the start of the step. In the first update these are the
@@ -232,6 +233,7 @@ class Learner(TrainingEngine[Any]):
             # 4. Sum the gradients over the ranks, clip them, and make the AdamW step if their norm is finite.
             applied = self.update(self.steps_done + 1)
             meter.update(applied.norms[ALL], applied.finite)
+        meter.add_experts(*self.policy.replay.take_counts().tolist())
 
         report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(device))
         self.steps_done += 1
@@ -307,12 +309,14 @@ class Learner(TrainingEngine[Any]):
             attention_mask=move(batch.attention_mask),
             pixel_values=None if batch.pixel_values is None else move(batch.pixel_values),
             extra_model_kwargs={name: move(value) for name, value in batch.extra_model_kwargs.items()},
+            experts=None if batch.experts is None else move(batch.experts),
         )
 
 
 def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the log-probs (N,) and entropies (N,) of the tokens that the positions `at` predict; see `predicting`."""
-    logprobs, entropy = policy(model_inputs(batch), at, batch.packing if isinstance(batch, PackedBatch) else None)
+    packing = batch.packing if isinstance(batch, PackedBatch) else None
+    logprobs, entropy = policy(model_inputs(batch), at, packing, batch.experts)
     return logprobs, entropy
 
 

@@ -17,6 +17,7 @@ from armature.components.contracts.rollouts import LogProbs
 from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
 from armature.components.models.context_parallel import ContextParallel, to_device
+from armature.components.models.experts import ExpertReplay
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, packed_states, use_packed_attention
 from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
@@ -69,6 +70,7 @@ class Policy(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = module.gradient_checkpointing
         self.temperature, self.autocast = temperature, autocast
+        self.replay = ExpertReplay(base_model(model))
         head = base_model(model).get_output_embeddings()
         forbidden = torch.zeros(len(head.weight), dtype=torch.bool)
         forbidden[[token for token in forbidden_token_ids if token < len(forbidden)]] = True
@@ -80,12 +82,18 @@ class Policy(nn.Module):
         self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
 
     def forward(
-        self, inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], packing: Packing | None = None
+        self,
+        inputs: dict[str, Tensor],
+        at: tuple[Tensor, Tensor],
+        packing: Packing | None = None,
+        experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (N,) and entropies (N,) of the N tokens that the positions `at` predict; see `predicting`.
 
         With `packing` the model computes a prefix that rows share only once, and no padding; the result is the same.
         Ranks that share the rows all get the complete result, and each computes gradients for its part of the tokens.
+
+        With `experts` (B, L, layers, k), tokens go to these experts; see `ExpertReplay`.
 
         With N = 0 the results are empty but still depend on the head: under FSDP every rank has to use it, because its
         gradients take part in a collective.
@@ -93,11 +101,13 @@ class Policy(nn.Module):
         with self.cast(inputs["input_ids"].device):
             targets = inputs["input_ids"][:, 1:][at]
             if packing is None:
+                self.replay.use(None if experts is None else experts.flatten(0, 1))
                 return self._applied(self._hidden(inputs)[:, :-1][at], targets)
+            part = slice(None) if self.context is None else self.context.slice(len(packing.rows))
+            self.replay.use(None if experts is None else experts[packing.rows[part], packing.columns[part]])
             places = packing.places[:, :-1][at]
             if self.context is None:
                 return self._applied(self._packed(inputs, packing)[places], targets)
-            part = self.context.slice(len(packing.rows))
             mine = (places >= part.start) & (places < part.stop)
             places, targets = places[mine] - part.start, targets[mine]
             results = self._applied(self._packed(inputs, packing)[places], targets)
@@ -114,6 +124,7 @@ class Policy(nn.Module):
         They are computed as servers compute the log-probs of a prompt: at temperature 1, and no token
         is masked.
         """
+        self.replay.use(None)
         with self.cast(mask.device):
             logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -123,6 +134,7 @@ class Policy(nn.Module):
 
     def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits (B, L, V) that the model itself computes."""
+        self.replay.use(None)
         logits: Tensor = base_model(self.model)(**inputs, use_cache=False).logits
         return logits
 

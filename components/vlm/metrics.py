@@ -79,6 +79,11 @@ class Meter:
         """Count the tokens that a packed micro-batch computed; a prompt that rows share counts once."""
         self.sums["computed"] += tokens
 
+    def add_experts(self, other: float, compared: float) -> None:
+        """Count for how many of the compared pairs of a token and a layer the router would choose other experts."""
+        if compared:
+            self.sums["other_experts"], self.sums["compared_experts"] = other, compared
+
     def update(self, grad_norm: float, applied: bool) -> None:
         """Count an optimizer update of the micro-batches added since the last one.
 
@@ -129,6 +134,8 @@ class Meter:
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
         if first:
             report["mismatch_kl/first_update"] = mismatch / first
+        if "compared_experts" in sums:
+            report["experts/other_fraction"] = sums.pop("other_experts") / sums.pop("compared_experts")
         if "computed" in sums:
             report["tokens/computed"] = sums.pop("computed")
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}

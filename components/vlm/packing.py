@@ -56,15 +56,18 @@ class Segment:
 
 def content(sample: Sample, image_token: int, counts: Sequence[int]) -> Ints:
     """Return numbers (L,) by which tokens are compared: token ids, and for image tokens a negative hash of the image.
+    A hash of the experts of each token is added, so that only rows with equal experts share a prefix.
 
     Args:
         counts: number of tokens of each image of the sample.
     """
     values = sample.input_ids.astype(np.int64)
-    if not sample.images:
-        return values
-    names = [-1 - int(ref.sha256[:15], 16) for ref in sample.images]
-    values[values == image_token] = np.repeat(np.array(names, dtype=np.int64), counts)
+    if sample.images:
+        names = [-1 - int(ref.sha256[:15], 16) for ref in sample.images]
+        values[values == image_token] = np.repeat(np.array(names, dtype=np.int64), counts)
+    if sample.experts is not None:
+        experts = sample.experts.reshape(len(values), -1).astype(np.int64)
+        values += experts @ np.random.default_rng(0).integers(2**62, size=experts.shape[1])
     return values
 
 

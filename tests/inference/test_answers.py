@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import gzip
+import io
 import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from starlette.responses import Response, StreamingResponse
 
 from armature.components.inference.client import Completion, GenerationFailure
 from armature.components.inference.pool import ServerPool
+from armature.components.inference.requests import AnswerLimits, read_completions
 from armature.components.inference.settings import ServerSettings
 from tests.builders import make_machine
 from tests.inference.conftest import KEY, MESSAGES, SAMPLING, stand_in, write_checkpoint
@@ -163,3 +167,45 @@ def test_non_json_reply_is_a_failure(content, headers, asked):
     assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"broken_answer"}
     assert asked.pool.statistics.failures == {"broken_answer": SAMPLES}
     assert len(str(failures[0])) < 2000
+
+
+EXPERTS, LAYERS, CHOSEN = 5, 2, 3
+
+
+def encoded(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def with_experts(value: Any) -> Completion | GenerationFailure:
+    """Read an answer with one sample, to which a server has added `value` as its tokens' experts."""
+    answer = stand_in.StandIn(KEY)._answer({"n": 1})
+    answer["choices"][0]["routed_experts"] = value
+    limits = AnswerLimits(ROWS, ROWS, frozenset(), 512, (), (EXPERTS, LAYERS, CHOSEN))
+    (sample,) = read_completions(answer, limits, n=1, max_tokens=3, version=0, server="s", seconds=0.0)
+    return sample
+
+
+ROUTES = np.arange((len(PROMPT) + len(TOKENS) - 1) * LAYERS * CHOSEN).reshape(-1, LAYERS, CHOSEN) % EXPERTS
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_answer_has_experts_of_all_tokens_but_the_last(kind):
+    sample = with_experts(encoded(ROUTES.astype(kind)))
+    assert sample.experts.tolist() == ROUTES.tolist()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 3, "", "?", encoded(ROUTES.astype(np.uint8))[:-4]),
+        *(encoded(ROUTES), encoded(ROUTES[1:].astype(np.uint8)), encoded(ROUTES[:, 1:].astype(np.uint8))),
+        *(encoded((ROUTES + 1).astype(np.uint8)), encoded(np.array([{}], dtype=object))),
+    ],
+    ids=["null", "number", "empty", "no base64", "cut", "signed", "tokens", "layers", "unknown expert", "pickle"],
+)
+def test_answer_without_valid_experts_is_a_failed_sample(value):
+    sample = with_experts(value)
+    assert isinstance(sample, GenerationFailure)
+    assert sample.reason == "bad_experts"

@@ -25,13 +25,13 @@ def test_experts_are_transposed_in_files_whatever_their_widths(width, checkpoint
     publisher.publish(loaded, tmp_path / "published", Ranks())
     publisher.publish_delta(loaded, tmp_path / "series/000001", Ranks())
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("saved", "published", "series/000001")]
-    own = model.state_dict()
+    state = model.state_dict()
     for written in (*files, publisher.tensors(loaded)):
-        assert written.keys() == own.keys()
-        for name, tensor in own.items():
+        assert written.keys() == state.keys()
+        for name, tensor in state.items():
             by_hand = tensor.mT if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else tensor
             assert torch.equal(written[name], by_hand), name
-    assert all(torch.equal(tensor, own[name]) for name, tensor in loaded.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_router_is_frozen_and_experts_are_trained(checkpoint):

@@ -94,6 +94,7 @@ def turn(index: int, answer: dict[str, Any], images: list[ImageRef], version: in
         action_defect=None,
         generate_seconds=0.0,
         environment_seconds=0.0,
+        experts=None if answer["experts"] is None else np.array(answer["experts"], np.uint8),
     )
 
 
@@ -164,7 +165,9 @@ class Loop:
         batch = self.folder / f"batch-{version}"
         batch.mkdir()
         write_batch(batch, rewarded)
-        self.do(name="step", step=version + 1, batch=str(batch))
+        metrics = self.do(name="step", step=version + 1, batch=str(batch))
+        # In fp32 the trainer chooses the experts that the server has returned for each token.
+        assert metrics.get("experts/other_fraction") == (None if samples[0].experts is None else 0)
         folder = self.folder / "weights" / str(version + 1)
         self.do(name="publish", version=version + 1, folder=str(folder))
         return folder
@@ -177,6 +180,7 @@ def test_server_and_trainer_logprobs_agree_through_training(family, tied, engine
     loop = Loop(family, tied, tmp_path)
     engine("start", str(loop.start))
     samples, differences = loop.samples(engine, 0), []
+    assert (samples[0].experts is not None) == (family == "qwen3-vl-moe")
     for version in range(STEPS):
         differences.append(loop.difference(samples, version))
         stale = samples

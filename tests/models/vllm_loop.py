@@ -35,6 +35,7 @@ def start(folder: str, videos: int = 0) -> LLM:
     register_class(folder)
     linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
+    experts = "num_experts" in json.loads((Path(folder) / "config.json").read_text()).get("text_config", {})
     return LLM(
         model=folder,
         dtype="float32",
@@ -48,6 +49,7 @@ def start(folder: str, videos: int = 0) -> LLM:
         generation_config="vllm",
         limit_mm_per_prompt={"image": 4, "video": videos},
         num_gpu_blocks_override=512,
+        enable_return_routed_experts=experts,
     )
 
 
@@ -91,6 +93,7 @@ def ask(model: LLM, conversations: list[Any], temperature: float, logit_bias: di
                 "sampled": sampled,
                 "logprobs": [entries[token].logprob for token, entries in chosen],
                 "text": output.outputs[0].text,
+                "experts": None if (routes := output.outputs[0].routed_experts) is None else routes.tolist(),
             }
         )
     return rows

@@ -10,7 +10,7 @@ import pytest
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Failure
-from armature.components.rl.agreement import compare, refuse_mismatch, step_mismatch
+from armature.components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, refuse_replay, step_mismatch
 from armature.components.rl.settings import PreflightSettings
 from tests.builders import make_sample
 from tests.refusals import refused
@@ -145,3 +145,18 @@ def test_stale_output_head_exceeds_default_limit() -> None:
     bounds = PreflightSettings(groups=1, max_mismatch_kl=1e-3)
     assert step_mismatch({"mismatch_kl/first_update": kl}, 1, bounds.max_step_mismatch_kl) is not None
     assert bounds.step_mismatch == "stop"
+
+
+def with_noise(size: float, seed: int = 3) -> LogprobAgreement:
+    """Return the agreement of a trainer whose log-probs differ from the server's by normal noise."""
+    samples, scores = drawn(POLICY, POLICY)
+    return compare(samples, [scores[0] + size * np.random.default_rng(seed).normal(size=scores[0].shape)])
+
+
+def test_replay_has_to_make_trainer_and_server_agree_better():
+    refuse_replay(with_noise(0.01), with_noise(0.1))
+    refuse_replay(with_noise(0.01), with_noise(0.01))  # no choice differed
+    refuse_replay(with_noise(1e-6), with_noise(1e-6, seed=4))  # rounding
+    for replayed, without in ((0.1, 0.01), (0.1, 1e-6)):
+        with refused("replay_useless", "inference.replay_experts"):
+            refuse_replay(with_noise(replayed), with_noise(without))

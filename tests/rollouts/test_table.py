@@ -58,6 +58,7 @@ def turns(draw: st.DrawFn, index: int) -> Turn:
         action_defect=draw(st.sampled_from([None, "format", "inadmissible"])),
         generate_seconds=draw(finite),
         environment_seconds=draw(finite),
+        experts=draw(st.none() | arrays.arrays(np.uint8, st.tuples(*[st.integers(0, 3)] * 3))),
     )
 
 

@@ -195,7 +195,7 @@ def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[to
     policy.zero_grad()
     outputs = []
     for batch, packing in batches:
-        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing)
+        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing, batch.experts)
         weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
         (weight * logprobs + 0.1 * entropy).sum().backward()
         outputs += [logprobs.detach(), entropy.detach()]

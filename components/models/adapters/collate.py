@@ -169,7 +169,21 @@ def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
         behavior_logprobs=pad_rows([sample.behavior_logprobs for sample in samples], 0.0, torch.float32),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         advantages=pad_rows([sample.advantages for sample in samples], 0.0, torch.float32),
+        experts=_pad_experts(samples, ids.shape[1]),
     )
+
+
+def _pad_experts(samples: Sequence[Sample], length: int) -> Tensor | None:
+    """Return the experts of the samples' tokens, (B, length, layers, k) int16 with -1 at padding; None if no sample has
+    any."""
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
+    if shape is None:
+        return None
+    padded = torch.full((len(samples), length, *shape), -1, dtype=torch.int16)
+    for sample, row in zip(samples, padded, strict=True):
+        if sample.experts is not None:
+            row[: len(sample.experts)] = torch.from_numpy(sample.experts)
+    return padded
 
 
 class SampleCollator:

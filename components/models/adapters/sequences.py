@@ -9,7 +9,7 @@ import numpy as np
 
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.images import ImageRef
-from armature.components.contracts.rollouts import MAX_LOGPROB, TokenIds, Trajectory, Turn
+from armature.components.contracts.rollouts import MAX_LOGPROB, Experts, TokenIds, Trajectory, Turn
 
 
 def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
@@ -101,6 +101,12 @@ def sample_of(trajectory: Trajectory, turns: Sequence[Turn], advantages: TurnAdv
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), -1, dtype=np.int32)
     values = np.zeros(len(ids), dtype=np.float32)
+    experts: Experts | None = None
+    if last.experts is not None and all(turn.experts is not None for turn in turns):
+        experts = np.full((len(ids), *last.experts.shape[1:]), -1, dtype=np.int16)
+        for turn in reversed(turns):  # later turns began with what the server had computed in the earlier ones
+            assert turn.experts is not None
+            experts[: len(turn.experts)] = turn.experts
     for turn in turns:
         start = len(turn.prompt_token_ids)
         sampled = slice(start, start + len(turn.completion_token_ids))
@@ -120,4 +126,5 @@ def sample_of(trajectory: Trajectory, turns: Sequence[Turn], advantages: TurnAdv
         advantages=values,
         reward=trajectory.reward,
         images=last.images,
+        experts=experts,
     )

@@ -12,7 +12,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from armature.components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from armature.components.artifacts.tables import (
+    IMAGE_REF,
+    TableSchema,
+    packed_array,
+    read_table,
+    unpacked_array,
+    write_table,
+)
 from armature.components.contracts.batches import Sample, TurnAdvantages
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
@@ -36,6 +43,8 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
             return name, f"holds {getattr(values, 'dtype', type(values).__name__)}"
         if values.ndim != 1 or values.shape != length or not len(values):
             return name, f"has shape {values.shape}, input_ids has {length}"
+    if sample.experts is not None and (sample.experts.dtype != np.int16 or sample.experts.shape[:1] != length):
+        return "experts", f"has {sample.experts.dtype} of shape {sample.experts.shape}, input_ids has {length}"
     mask, ids = sample.loss_mask, sample.input_ids
     for bound, tokens in zip(vocabulary, (ids[mask], ids), strict=True):
         strange = tokens[(tokens < 0) | (tokens >= bound)]
@@ -138,7 +147,7 @@ def build_batch(
 BATCH_FILE = "batch.parquet"
 BATCH_SCHEMA = TableSchema(
     "batch",
-    1,
+    2,
     pa.schema(
         [
             ("sample_id", pa.string()),
@@ -151,6 +160,7 @@ BATCH_SCHEMA = TableSchema(
             ("advantages", pa.list_(pa.float32())),
             ("reward", pa.float64()),
             ("images", pa.list_(IMAGE_REF)),
+            ("experts", pa.binary()),
         ]
     ),
 )
@@ -173,6 +183,7 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
         [[_image_row(ref) for ref in sample.images] for sample in samples],
         BATCH_SCHEMA.schema.field("images").type,
     )
+    columns["experts"] = pa.array([packed_array(sample.experts) for sample in samples], pa.binary())
     table = pa.table([columns[name] for name in BATCH_SCHEMA.schema.names], schema=BATCH_SCHEMA.stored)
     write_table(folder / BATCH_FILE, table, BATCH_SCHEMA)
 
@@ -196,9 +207,10 @@ def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
             )
         flat = lists.flatten().to_numpy(zero_copy_only=False)
         columns[name] = np.split(flat, np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))[:-1])
-    for name in (*_PER_SAMPLE, "images"):
+    for name in (*_PER_SAMPLE, "images", "experts"):
         columns[name] = table.column(name).to_pylist()
     columns["images"] = [tuple(ImageRef(**row) for row in rows) for rows in columns["images"]]
+    columns["experts"] = [unpacked_array(data) for data in columns["experts"]]
     return [Sample(**{name: column[row] for name, column in columns.items()}) for row in range(table.num_rows)]
 
 

@@ -10,7 +10,7 @@ def register() -> None:
     """Register Molmo2 and patch vLLM. This is the plug-in's entry point; vLLM calls it repeatedly in each process."""
     from vllm import ModelRegistry
 
-    from .experts import pack_experts_again
+    from .experts import pack_experts_again, return_experts_on_cpu
     from .gated_delta import serve_fp32
     from .images import encode_one_by_one
     from .literal_folders import take_folders_literally
@@ -21,6 +21,7 @@ def register() -> None:
     ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")
     share_the_embedding()
     pack_experts_again()
+    return_experts_on_cpu()
     encode_one_by_one()
     take_folders_literally()
     make_num2words_optional()
