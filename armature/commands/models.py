@@ -100,6 +100,9 @@ def serve(
     max_lora_rank: Annotated[
         int, typer.Option(min=0, help="Largest rank of adapters, for runs with model.lora.served_as = 'adapter'.")
     ] = 0,
+    replay_experts: Annotated[
+        bool, typer.Option("--replay-experts", help="Return experts, for runs with inference.replay_experts = true.")
+    ] = False,
     machine: MachineOverrides = None,
 ) -> None:
     """Start a model server for runs to join.
@@ -118,6 +121,7 @@ def serve(
         "max_videos_per_prompt": max_videos,
         "dtype": dtype or ("bfloat16" if devices else "float32"),
         "quantization": quantization,
+        "replay_experts": replay_experts,
     }
     options = [f"servers.gpus={json.dumps([devices] if devices else [])}", f"servers.arguments.port={port}"]
     settings = section_of(ServerSettings, values, "armature serve")

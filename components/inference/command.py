@@ -102,8 +102,8 @@ def expert_layout(folder: Path) -> tuple[int, int, int]:
         ConfigurationError: the checkpoint is not a mixture of experts, or not of Qwen's kind.
     """
     config = read_config(folder)
-    names = ("num_experts", "num_hidden_layers", "num_experts_per_tok")
-    experts, layers, chosen = (_first_integer(config, name) for name in names)
+    experts = min(_first_integer(config, name) for name in ("num_experts", "num_local_experts"))
+    layers, chosen = (_first_integer(config, name) for name in ("num_hidden_layers", "num_experts_per_tok"))
     if experts == _ANY or chosen == _ANY:
         raise ConfigurationError(
             "config.json has no num_experts: the model has no experts, or none that can be replayed",
@@ -294,6 +294,7 @@ def server_command(
             arguments["enable-prefix-caching"] = False
     _check_entries(model)
     if settings.replay_experts:
+        expert_layout(model)
         arguments["enable-return-routed-experts"] = True
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)

@@ -167,7 +167,7 @@ def _experts(choice: dict[str, Any], tokens: int, layout: tuple[int, int, int]) 
         file = io.BytesIO(data)
         np.lib.format.read_magic(file)
         stored, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if stored != (tokens, *shape) or dtype not in (np.uint8, np.uint16):
+        if stored != (tokens, *shape) or dtype.str not in ("|u1", "<u2"):
             raise _InvalidAnswer("bad_experts", f"{tokens} tokens have experts of shape {stored}, {dtype}")
         array = np.frombuffer(data, dtype, offset=file.tell()).reshape(stored)
     except (TypeError, ValueError) as error:

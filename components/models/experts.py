@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 # Files of Qwen3-VL-MoE, released or ours, hold experts as (expert, in, out), which vLLM reads; the model has
 # (expert, out, in). transformers (5.23) transposes only if the shape differs from the model's. So it would write
@@ -33,11 +34,12 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
     }
 
 
-class ExpertReplay:
-    """Sends tokens to the experts that the server used (routing replay, https://arxiv.org/abs/2510.11370).
+class RouterHooks:
+    """Reads what routers compute, and sends tokens to the experts that a server used (routing replay,
+    https://arxiv.org/abs/2510.11370).
 
-    The router still computes its logits and the weights of the given experts, with gradients. It supports routers whose
-    weights are a softmax over the chosen experts, as in Qwen's models.
+    In a replay, a router still computes its logits and the weights of the given experts, with gradients. This supports
+    routers whose weights are a softmax over the chosen experts, as in Qwen's models.
 
     Args:
         model: a model with or without experts. Its routers keep a reference to this object.
@@ -45,37 +47,86 @@ class ExpertReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers(model)
+        self.collects = False
+        """True: keep the logits of the next forward passes for `balance_loss`."""
         self._experts: Tensor | None = None
-        self._counts: list[Tensor] = []
+        self._mask: Tensor | None = None
+        self._logits: list[Tensor] | None = None
+        self._compared: list[Tensor] = []
+        self._used: dict[int, Tensor] = {}
         for layer, router in self.routers.items():
             router.register_forward_hook(partial(self._replace, layer))
 
-    def use(self, experts: Tensor | None) -> None:
+    def use(self, experts: Tensor | None, mask: Tensor | None = None) -> None:
         """Set the experts of the next forward pass and of layers that its backward pass computes again.
 
         Args:
             experts: (T, layers, k) integers for the T tokens in the order in which the model computes them, -1 where
                 the router chooses. None: it chooses everywhere.
+            mask: (T,), 0 for padding. None: there is no padding.
         """
-        self._experts = experts
+        self._experts, self._mask = experts, mask
+        self._logits = [] if self.collects else None
 
-    def take_counts(self) -> Tensor:
-        """Return, since the last call, how often the router chose other experts than the server for a token in a layer,
-        and how often they were compared: (2,) float64."""
-        counts, self._counts = self._counts, []
-        return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.float64)
+    def balance_loss(self) -> Tensor:
+        """Return the load-balance loss of the last forward pass, a scalar: the mean over layers of E times the sum over
+        E experts of the share of tokens that choose the expert times its mean probability
+        (https://arxiv.org/abs/2101.03961, equations 4 to 6). It is about k, for k experts of a token, if the load is
+        even. transformers takes the tokens of all layers together, so that two uneven layers can even out."""
+        assert self._logits
+        logits, self._logits = self._logits, None  # the backward pass may compute layers again
+        router: Any = next(iter(self.routers.values()))
+        losses: list[Any] = [
+            load_balancing_loss_func((one,), router.num_experts, router.top_k, self._mask) for one in logits
+        ]
+        return torch.stack(losses).mean()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return counts since the last call, by name; empty for a model without experts.
+
+        `experts_other`: how often a router would have chosen other experts than the server, for a token in a layer;
+        `experts_compared`: how often this was compared; `experts/busiest`: in the layer where it is largest, the share
+        of tokens that use the busiest expert; `experts/unused_fraction`: the share of experts that no token used.
+        """
+        compared, self._compared = self._compared, []
+        used, self._used = self._used, {}
+        counts: dict[str, float] = {}
+        if used:
+            totals = torch.stack(list(used.values())).cpu()
+            router: Any = next(iter(self.routers.values()))
+            tokens = totals.sum(1, keepdim=True) / router.top_k
+            counts["experts/busiest"] = float((totals / tokens.clamp(min=1)).max())
+            counts["experts/unused_fraction"] = float((totals == 0).double().mean())
+        if compared:
+            other, of = torch.stack(compared).sum(0).tolist()
+            counts |= {"experts_other": other, "experts_compared": of}
+        return counts
 
     @torch.compiler.disable
     def _replace(self, layer: int, router: nn.Module, inputs: Any, output: Any) -> Any:
         """Forward hook of a router: return its output for the given experts."""
-        if self._experts is None:
-            return output
         logits, weights, chosen = output
+        if self._logits is not None:
+            self._logits.append(logits)
+        if self._experts is None:
+            self._count(layer, chosen, logits.shape[-1])
+            return output
         forced = self._experts[:, layer].long()
         experts = torch.where(forced >= 0, forced, chosen)
         compared = (forced >= 0).all(-1)
         other = compared & (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
-        self._counts.append(torch.stack([other.sum(), compared.sum()]).double())
+        self._compared.append(torch.stack([other.sum(), compared.sum()]).double())
+        self._count(layer, experts, logits.shape[-1])
         replayed = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
         replayed = replayed / replayed.sum(-1, keepdim=True)
         return logits, replayed.to(weights.dtype), experts
+
+    @torch.no_grad()
+    def _count(self, layer: int, experts: Tensor, n_experts: int) -> None:
+        """Count for each expert of a layer the tokens that use it, without waiting for a GPU."""
+        ones = torch.ones_like(experts, dtype=torch.float64)
+        if self._mask is not None:
+            ones = ones * self._mask[:, None]
+        counts = torch.zeros(n_experts, dtype=torch.float64, device=experts.device)
+        counts.scatter_add_(0, experts.flatten(), ones.flatten())
+        self._used[layer] = self._used[layer] + counts if layer in self._used else counts

@@ -219,7 +219,7 @@ def _freeze_and_adapt(
 ) -> PreTrainedModel:
     """Freeze components, quantize and add adapters, as the settings say."""
     family = family_of(model.config)
-    freeze(model, family, settings.freeze)
+    freeze(model, family, settings.freeze, settings.train_routers)
     if settings.quantization is not None:
         quantize(model, family, device)
     return add_adapters(model, family, settings.lora, settings.freeze) if settings.lora is not None else model
@@ -255,17 +255,25 @@ def _empty_model(config: PreTrainedConfig, settings: ModelSettings) -> PreTraine
         )
 
 
-def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) -> None:
-    """Disable gradients of all parameters of the named components, and of the routers of experts. Other parameters are
-    not changed.
+def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...], train_routers: bool = False) -> None:
+    """Disable gradients of all parameters of the named components, and of the routers of experts unless they are
+    trained. Other parameters are not changed.
 
-    Routers stay as they are because a trained router soon sends most tokens to a few experts.
+    Raises:
+        ConfigurationError: routers should be trained, but the model has none.
     """
     for name, parameter in model.named_parameters():
         if family.component_of(name) in components:
             parameter.requires_grad_(False)
+    if train_routers and not routers(model):
+        raise ConfigurationError(
+            f"{family.name} has no routers to train",
+            code="experts_missing",
+            where="model.train_routers",
+            remedy="leave it out, or use a mixture of experts",
+        )
     for router in routers(model).values():
-        router.requires_grad_(False)
+        router.requires_grad_(train_routers)
 
 
 def save_checkpoint(

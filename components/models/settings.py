@@ -67,6 +67,9 @@ class ModelSettings(Settings):
     """Run Python code from the checkpoint; a hub name then needs a full commit hash."""
     freeze: tuple[Component, ...] = ()
     """Components that are not trained."""
+    train_routers: bool = False
+    """Train the routers of a mixture of experts too. They are frozen by default, because a trained router may soon send
+    most tokens to a few experts; trainer.load_balance_coefficient works against that."""
     lora: LoraSettings | None = None
     """Train adapters in place of the weights; leave it out to train the weights."""
     quantization: Literal["nf4"] | None = None
@@ -103,6 +106,8 @@ class ModelSettings(Settings):
             )
         if self.quantization is not None and self.lora is None:
             raise ValueError("4-bit weights cannot be trained themselves: quantization needs the section lora")
+        if self.train_routers and (self.lora is not None or "language" in self.freeze):
+            raise ValueError("train_routers has no effect, because lora or freeze keep the routers' weights: omit it")
         if self.lora is None and {"vision", "projector", "language"} <= set(self.freeze):
             raise ValueError("freeze names every component and there is no lora: nothing would be trained")
         return self

@@ -108,7 +108,7 @@ class Learner(TrainingEngine[Any]):
 
     Raises:
         ConfigurationError: the weights have several dtypes and autocast is off, the output head is not supported, or
-            ranks share sequences (context parallelism) without packing.
+            ranks share sequences (context parallelism) without packing, or a load-balance loss without trained routers.
     """
 
     def __init__(
@@ -151,6 +151,16 @@ class Learner(TrainingEngine[Any]):
         for policy in policies:
             (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
+        self.policy.routers.collects = settings.load_balance_coefficient > 0
+        if settings.load_balance_coefficient > 0 and not any(
+            parameter.requires_grad for each in self.policy.routers.routers.values() for parameter in each.parameters()
+        ):
+            raise ConfigurationError(
+                "the load of experts cannot be balanced, because no router is trained",
+                code="routers_frozen",
+                where="trainer.load_balance_coefficient",
+                remedy="set model.train_routers = true for a mixture of experts, or leave it out",
+            )
         in_bf16 = settings.weights == "bfloat16" or settings.autocast == "bf16"
         for policy in policies:
             if in_bf16 and ranks.device.type == "cuda":
@@ -186,7 +196,7 @@ class Learner(TrainingEngine[Any]):
         check_samples(samples)
         settings, device, began, meter = self.settings, self.ranks.device, perf_counter(), Meter()
         corrects = settings.correction.mode != "none"
-        self.policy.replay.take_counts()  # forget those of scoring
+        self.policy.routers.take_counts()  # forget those of scoring
         rows_of_updates = list(updates(len(samples), settings.samples_per_update))
 
         # The importance correction refers to the policy at the start of the step. In the first update these are the
@@ -209,6 +219,7 @@ class Learner(TrainingEngine[Any]):
                 # 1. Forward pass: log-probs and entropies (N,) of the N trained tokens, and of no others.
                 with offloaded_activations() if settings.activation_offloading else nullcontext():
                     logprobs, entropy = _forward(self.policy, batch, at)
+                balance = self.policy.routers.balance_loss() if settings.load_balance_coefficient > 0 else None
                 behavior, advantages = _of_trained_tokens(batch, device)
                 at_start = logprobs.detach()
                 if start is not None and (parts := [start[row] for row in micro.rows if row >= 0]):
@@ -220,9 +231,13 @@ class Learner(TrainingEngine[Any]):
                 tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
                 reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
                 loss = loss_of(tokens, entropy, reference, at_start, settings)
+                total = loss.total * scale
+                if balance is not None:  # micro-batches and ranks weigh as much as they have trained tokens
+                    share = len(logprobs) / n_tokens / self.ranks.part[1]
+                    total = total + settings.load_balance_coefficient * share * balance
 
                 # 3. Backward pass. `last` lets the sums over ranks begin while the pass is still running.
-                self.backward(loss.total * scale, last=number == len(plan))
+                self.backward(total, last=number == len(plan))
                 if settings.activation_offloading and device.type == "cuda":
                     # Otherwise offloaded copies of two micro-batches would be in main memory at once.
                     torch.cuda.current_stream(device).synchronize()
@@ -233,7 +248,7 @@ class Learner(TrainingEngine[Any]):
             # 4. Sum the gradients over the ranks, clip them, and make the AdamW step if their norm is finite.
             applied = self.update(self.steps_done + 1)
             meter.update(applied.norms[ALL], applied.finite)
-        meter.add_experts(*self.policy.replay.take_counts().tolist())
+        meter.experts = self.policy.routers.take_counts()
 
         report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(device))
         self.steps_done += 1

@@ -17,7 +17,7 @@ from armature.components.contracts.rollouts import LogProbs
 from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
 from armature.components.models.context_parallel import ContextParallel, to_device
-from armature.components.models.experts import ExpertReplay
+from armature.components.models.experts import RouterHooks
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, packed_states, use_packed_attention
 from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
@@ -70,7 +70,7 @@ class Policy(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = module.gradient_checkpointing
         self.temperature, self.autocast = temperature, autocast
-        self.replay = ExpertReplay(base_model(model))
+        self.routers = RouterHooks(base_model(model))
         head = base_model(model).get_output_embeddings()
         forbidden = torch.zeros(len(head.weight), dtype=torch.bool)
         forbidden[[token for token in forbidden_token_ids if token < len(forbidden)]] = True
@@ -93,7 +93,7 @@ class Policy(nn.Module):
         With `packing` the model computes a prefix that rows share only once, and no padding; the result is the same.
         Ranks that share the rows all get the complete result, and each computes gradients for its part of the tokens.
 
-        With `experts` (B, L, layers, k), tokens go to these experts; see `ExpertReplay`.
+        With `experts` (B, L, layers, k), tokens go to these experts; see `RouterHooks`.
 
         With N = 0 the results are empty but still depend on the head: under FSDP every rank has to use it, because its
         gradients take part in a collective.
@@ -101,10 +101,10 @@ class Policy(nn.Module):
         with self.cast(inputs["input_ids"].device):
             targets = inputs["input_ids"][:, 1:][at]
             if packing is None:
-                self.replay.use(None if experts is None else experts.flatten(0, 1))
+                self.routers.use(None if experts is None else experts.flatten(0, 1), inputs["attention_mask"].flatten())
                 return self._applied(self._hidden(inputs)[:, :-1][at], targets)
-            part = slice(None) if self.context is None else self.context.slice(len(packing.rows))
-            self.replay.use(None if experts is None else experts[packing.rows[part], packing.columns[part]])
+            part: slice[Any, Any, Any] = slice(None) if self.context is None else self.context.slice(len(packing.rows))
+            self.routers.use(None if experts is None else experts[packing.rows[part], packing.columns[part]])
             places = packing.places[:, :-1][at]
             if self.context is None:
                 return self._applied(self._packed(inputs, packing)[places], targets)
@@ -124,7 +124,7 @@ class Policy(nn.Module):
         They are computed as servers compute the log-probs of a prompt: at temperature 1, and no token
         is masked.
         """
-        self.replay.use(None)
+        self.routers.use(None)
         with self.cast(mask.device):
             logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -134,7 +134,7 @@ class Policy(nn.Module):
 
     def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits (B, L, V) that the model itself computes."""
-        self.replay.use(None)
+        self.routers.use(None)
         logits: Tensor = base_model(self.model)(**inputs, use_cache=False).logits
         return logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,8 @@ class Meter:
         self.grad_norms: list[float] = []
         self.skipped = 0
         self._waiting: list[_Added] = []
+        self.experts: dict[str, float] = {}
+        """Counts of this rank; see `RouterHooks.take_counts`."""
 
     def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
         """Add the numbers of a micro-batch, whose loss has the factor `scale`.
@@ -78,11 +81,6 @@ class Meter:
     def add_packed(self, tokens: int) -> None:
         """Count the tokens that a packed micro-batch computed; a prompt that rows share counts once."""
         self.sums["computed"] += tokens
-
-    def add_experts(self, other: float, compared: float) -> None:
-        """Count for how many of the compared pairs of a token and a layer the router would choose other experts."""
-        if compared:
-            self.sums["other_experts"], self.sums["compared_experts"] = other, compared
 
     def update(self, grad_norm: float, applied: bool) -> None:
         """Count an optimizer update of the micro-batches added since the last one.
@@ -119,7 +117,8 @@ class Meter:
             sample's update, minus the sampler's log-prob.
         """
         values = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
-        parts = ranks.gather({"rows": self.rows, "values": values, "sums": dict(self.sums), "peak_gib": peak_gib})
+        mine: dict[str, Any] = {"rows": self.rows, "values": values, "sums": dict(self.sums), "experts": self.experts}
+        parts = ranks.gather(mine | {"peak_gib": peak_gib})
         log_ratios: dict[int, LogRatios] = {}
         for part in parts:
             pieces = part["values"].split([length for _, length in part["rows"]])
@@ -134,8 +133,12 @@ class Meter:
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
         if first:
             report["mismatch_kl/first_update"] = mismatch / first
-        if "compared_experts" in sums:
-            report["experts/other_fraction"] = sums.pop("other_experts") / sums.pop("compared_experts")
+        experts = [part["experts"] for part in parts]
+        for name in ("experts/busiest", "experts/unused_fraction"):
+            if shares := [one[name] for one in experts if name in one]:
+                report[name] = max(shares)
+        if compared := sum(one.get("experts_compared", 0.0) for one in experts):
+            report["experts/other_fraction"] = sum(one.get("experts_other", 0.0) for one in experts) / compared
         if "computed" in sums:
             report["tokens/computed"] = sums.pop("computed")
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}

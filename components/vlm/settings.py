@@ -215,6 +215,9 @@ class TrainerSettings(UpdateSettings):
     exp(d) - 1 - d."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the loss; 0: no bonus."""
+    load_balance_coefficient: NonNegativeFloat = 0.0
+    """Weight of a loss that spreads tokens evenly over the experts of a mixture; 0: no such loss. It is computed for
+    each micro-batch, and needs model.train_routers."""
     max_steps: PositiveInt
     """Number of steps of the run, at which the decay of the learning rate ends."""
     samples_per_update: NonNegativeInt = 0

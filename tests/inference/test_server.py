@@ -24,7 +24,12 @@ from starlette.routing import Route
 from armature.components.contracts.machine import Machine, MachineServers
 from armature.components.families.family import FAMILIES
 from armature.components.inference import host
-from armature.components.inference.command import ServedAdapters, server_command, server_environment
+from armature.components.inference.command import (
+    ServedAdapters,
+    expert_layout,
+    server_command,
+    server_environment,
+)
 from armature.components.inference.host import free_port
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
@@ -160,6 +165,16 @@ def test_rejects_large_gemma4_on_cpu(checkpoint):
         (folder / "config.json").write_text(json.dumps(config))
         with refused("image_attention_on_cpu", folder / "config.json") if attention else nullcontext():
             server_command(folder, SETTINGS, Machine(), port=1, gpus=())
+
+
+def test_only_mixture_of_experts_returns_experts(checkpoint):
+    folder, replaying = checkpoint("a"), SETTINGS.model_copy(update={"replay_experts": True})
+    with refused("experts_missing", folder / "config.json", "inference.replay_experts"):
+        server_command(folder, replaying, Machine(), port=1, gpus=())
+    text = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    assert "--enable-return-routed-experts" in server_command(folder, replaying, Machine(), port=1, gpus=())
+    assert expert_layout(folder) == (8, 3, 2)
 
 
 def test_text_only_server_may_be_causal(checkpoint):

@@ -35,7 +35,7 @@ def start(folder: str, videos: int = 0) -> LLM:
     register_class(folder)
     linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
-    experts = "num_experts" in json.loads((Path(folder) / "config.json").read_text()).get("text_config", {})
+    experts = "num_local_experts" in json.loads((Path(folder) / "config.json").read_text()).get("text_config", {})
     return LLM(
         model=folder,
         dtype="float32",

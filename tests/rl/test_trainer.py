@@ -46,6 +46,7 @@ class Answer:
     finish_reason: str
     policy_version: int
     server: str = "sampler"
+    experts: None = None
 
 
 class LocalSampler:

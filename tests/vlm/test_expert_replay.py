@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 from armature.components.contracts.batches import Sample
 from armature.components.models.adapters import model_inputs
 from armature.components.models.adapters.sequences import sample_of
-from armature.components.models.experts import ExpertReplay, routers
+from armature.components.models.experts import RouterHooks, routers
 from armature.components.rl.agreement import LogprobAgreement, compare, refuse_replay
 from armature.components.rollouts.batches.table import read_batch, sample_defect, write_batch
 from armature.components.vlm.logprobs import Policy, predicting
 from tests.builders import make_trajectory, make_turn
 from tests.refusals import refused
 
-from .conftest import Tiny, assert_same_step, learner_of, score, step, stepped
+from .conftest import LORA, Tiny, assert_same_step, learner_of, model_settings, score, step, stepped
 from .test_packing import assert_rows_are_separate, conversations
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
@@ -47,7 +48,7 @@ def with_experts(samples: Sequence[Sample]) -> list[Sample]:
 def own_experts(tiny: Tiny, samples: Sequence[Sample], model: Any = None) -> list[Sample]:
     """Return the samples with the experts that the model chooses itself."""
     changed = []
-    policy = Policy(model or tiny.model(), logprobs="torch", temperature=1.0)
+    policy = Policy(deepcopy(model) or tiny.model(), logprobs="torch", temperature=1.0)
     chosen: list[torch.Tensor] = []
     for router in routers(policy.model).values():
         router.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
@@ -76,7 +77,7 @@ def test_replay_of_own_choices_has_the_same_bits(packing, tiny):
 def test_forced_experts_equal_layer_computed_by_hand(tiny):
     block = tiny.model().model.language_model.layers[1].mlp
     block.gate.weight.requires_grad_(True)
-    replay = ExpertReplay(torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"1": block})}))
+    replay = RouterHooks(torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"1": block})}))
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, 64, generator=random)
     forced = torch.rand(5, LAYERS, EXPERTS, generator=random).argsort(-1)[..., :CHOSEN].to(torch.int16)
@@ -98,8 +99,8 @@ def test_forced_experts_equal_layer_computed_by_hand(tiny):
     assert results[1].abs().max() > 1e-3
     torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(results[1], results[3], rtol=1e-5, atol=1e-7)
-    other, compared = replay.take_counts().tolist()
-    assert (other > 0, compared) == (True, 4)
+    counts = replay.take_counts()
+    assert counts["experts_other"] > 0 and counts["experts_compared"] == 4
 
 
 def test_packed_rows_with_replayed_experts_equal_separate_rows(tiny, tmp_path):
@@ -167,3 +168,50 @@ def test_replay_lowers_mismatch_with_sampler_in_bf16_and_wrong_experts_are_refus
     shifted = [replace(sample, experts=np.roll(sample.experts, 1, 0)) for sample in used]
     with refused("replay_useless", "inference.replay_experts"):
         refuse_replay(agreement(shifted), without)
+
+
+def test_load_balance_loss_equals_formula_without_padding(tiny):
+    """Mean over layers of E * sum over experts of (share of tokens that use it) * (mean probability)."""
+    model = tiny.model(train_routers=True)
+    logits: list[torch.Tensor] = []
+    for router in routers(model).values():
+        router.register_forward_hook(lambda module, inputs, output: logits.append(output[0].detach()))
+    policy = Policy(model, logprobs="torch", temperature=1.0)
+    policy.routers.collects = True
+    batch = tiny.collator.collate(conversations(tiny), tiny.images.open)
+    policy(model_inputs(batch), predicting(batch.loss_mask))
+    loss = policy.routers.balance_loss()
+    real = batch.attention_mask.flatten().bool()
+    assert not real.all()
+    expected, shares = [], []
+    for each in logits:
+        probabilities = each[real].softmax(-1).double()
+        used = torch.zeros_like(probabilities)
+        for row, values in zip(used, probabilities, strict=True):
+            row[values.argsort()[-CHOSEN:]] = 1
+        expected.append(EXPERTS * float((used.mean(0) * probabilities.mean(0)).sum()))
+        shares += used.mean(0).tolist()
+    assert loss.item() == pytest.approx(np.mean(expected), rel=1e-5)
+    counts = policy.routers.take_counts()
+    assert counts["experts/busiest"] == pytest.approx(max(shares))
+    assert counts["experts/unused_fraction"] == pytest.approx(np.mean(np.array(shares) == 0))
+    loss.backward()
+    assert all(router.weight.grad.abs().max() > 0 for router in routers(model).values())
+
+
+def test_load_balance_loss_spreads_tokens_over_experts(tiny):
+    samples = [replace(sample, advantages=np.zeros_like(sample.advantages)) for sample in conversations(tiny)]
+    model = tiny.model(train_routers=True, gradient_checkpointing=True)
+    learner = learner_of(tiny, model, load_balance_coefficient=1.0, learning_rate=1e-3, max_steps=20, packing=True)
+    busiest = [step(learner, tiny, samples)["experts/busiest"] for _ in range(20)]
+    assert busiest[-1] < 0.9 * busiest[0]
+
+
+def test_load_balance_needs_trained_routers(tiny, make_tiny):
+    with refused("routers_frozen", "model.train_routers"):
+        learner_of(tiny, load_balance_coefficient=0.1)
+    with refused("experts_missing", "model.train_routers"):
+        make_tiny("qwen2-vl").model(train_routers=True)
+    for wrong in ({"lora": LORA}, {"freeze": ("language",)}):
+        with refused("value_error", "train_routers"):
+            model_settings(train_routers=True, **wrong)

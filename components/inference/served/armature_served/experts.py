@@ -106,7 +106,7 @@ class ChosenExperts:
         """Return the experts of the computed tokens of each scheduled request that were not returned yet."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
-        batch, outputs = runner.input_batch, {}
+        batch, outputs = runner.input_batch, dict[str, Any]()
         table = batch.block_table[0]
         for request, start in scheduled.aux_output_connector_metadata.requests.items():
             row = batch.req_id_to_index[request]
