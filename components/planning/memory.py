@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +159,34 @@ def model_sizes(config: Any, model: ModelSettings, trainer: TrainerSettings, ser
     units = [n_parameters(module) for module, _ in blocks(skeleton, layers, None)][:-1]
     estimate = estimate_memory_of(skeleton, model, trainer, server_dtype)
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     stateful, state = recurrent_layers(text)
     return ModelSizes(
         tensors=sum(1 for _ in skeleton.parameters()),
         blocks=len(units),
         root=estimate.parameters - sum(units),
-        key_value_bytes=2 * prod((2, heads, width, text.num_hidden_layers - stateful)),
+        key_value_bytes=2 * _cached_values(text, stateful),
         state_bytes=stateful * state,
         estimate=estimate,
     )
+
+
+def _cached_values(text: Any, stateful: int) -> int:
+    """Return how many values of keys and values are cached for one token, over all layers of a language model.
+
+    The last layers of Gemma 4 reuse keys and values of earlier ones, and its layers have heads of two widths.
+
+    Args:
+        stateful: number of layers with a state in place of keys and values.
+    """
+    count = text.num_hidden_layers - stateful - getattr(text, "num_kv_shared_layers", 0)
+    each = getattr(text, "per_layer_config", None)
+    layers = [text] * count if each is None else [each[index] for index in range(count)]
+    values = 0
+    for layer in layers:
+        heads: int = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width: int = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        values += 2 * heads * width
+    return values
 
 
 def sizes_of(settings: TrainVLMSettings) -> ModelSizes:

@@ -107,6 +107,13 @@ def test_estimate_equals_fsdp_shards_of_7b_model(tmp_path: Path) -> None:
     assert server_parts(sizes, 2, 3, 1000)["KV cache of 3 x 1,000 tokens"] == 3 * 1000 * sizes.key_value_bytes // 2
 
 
+def test_only_layers_of_gemma4_that_compute_keys_cache_them() -> None:
+    """Of four layers the first has two heads of 32, the second two of 64, and the others reuse keys and values."""
+    settings = ModelSettings(source="tiny/gemma4", tiny=TinySettings())
+    sizes = model_sizes(read_config(settings), settings, TRAINER, "bfloat16")
+    assert sizes.key_value_bytes == 2 * (2 * 2 * 32 + 2 * 2 * 64)
+
+
 def test_linear_attention_has_a_state_in_place_of_keys_and_values(tmp_path: Path) -> None:
     config = CONFIG_MAPPING["qwen3_5"]()  # sizes of Qwen3.5-9B: every fourth of 32 layers has keys and values
     settings = ModelSettings(source=str(tmp_path), gradient_checkpointing=True)
