@@ -16,7 +16,7 @@ from armature.components.configuration.recipes import SettingRow
 from armature.components.configuration.stages import STAGES, open_store, run_stage
 from armature.components.configuration.trackers import refuse_missing_trackers
 from armature.components.contracts.cluster import Bundle, ClusterSettings
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Stage
 from armature.components.machine.project import project
@@ -136,13 +136,14 @@ def check_ahead(recipe: Recipe) -> Machine:
 def _refuse_without_gpu(recipe: Recipe) -> None:
     """Raise ConfigurationError if the recipe needs a GPU and this machine has none.
 
-    The error names an installed recipe of the same kind that runs here, with the same environment if there is one.
+    The error names an installed recipe of the same kind whose sources are here, with the same environment if there is
+    one.
     """
     named, (_, gib) = {*recipe.machine.started_server_gpus, *recipe.machine.trainer.gpus}, gpus_and_memory(recipe)
     if gpu_count() or not named:
         return
     others = [load_recipe(name) for name in recipe_names() if recipe_kind(name) == recipe.kind]
-    runnable = [each for each in others if not gpus_and_memory(each)[0]]
+    runnable = [each for each in others if not gpus_and_memory(each)[0] and _has_sources(each)]
     environment = _environment_name(recipe)
     nearest = max(runnable, key=lambda each: _environment_name(each) == environment, default=None)
     size = f" of {gib} GiB" if gib else ""
@@ -153,6 +154,15 @@ def _refuse_without_gpu(recipe: Recipe) -> None:
         remedy=(f"the nearest recipe that runs here: armature run {nearest.name}" if nearest else "armature list")
         + f"; whether a GPU holds the other one: armature check {recipe.name} --gpu {gib or 80}GiB",
     )
+
+
+def _has_sources(recipe: Recipe) -> bool:
+    """Return whether the folders of a recipe's model and datasets are here; a hub name with a revision counts."""
+    try:
+        recipe.values.refuse_sources()
+    except ArmatureError:
+        return False
+    return True
 
 
 def _environment_name(recipe: Recipe) -> str | None:

@@ -223,7 +223,9 @@ def train_multimodal(
     train(arguments or [])
 
 
-@app.command(epilog="Examples: armature export data/train-vlm my-model; armature export data/train-vla my-policy")
+@app.command(
+    epilog="Examples: armature export models:/train-vlm.colors@candidate out; armature export 3a4f30b80579 out"
+)
 def export(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
@@ -241,7 +243,7 @@ def export(
     print(write(checkpoint, out, store, adapter=adapter, base=base))
 
 
-@app.command(epilog="Examples: armature push data/train-vlm me/my-model; armature push my-model me/my-model --public")
+@app.command(epilog="Examples: armature push 3a4f30b80579 me/my-model; armature push my-model me/my-model --public")
 def push(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="As for export, or a folder that export has made.")

@@ -75,6 +75,7 @@ def app_sentence(command):
         (["run", "train-vlm/colors", "--machine", "servers.count=0"], 2, "machine.servers.count"),
         (["stage", "taks", "--config", str(REPOSITORY / "configs/train-vlm/colors.toml")], 2, "did you mean 'tasks'"),
         (["check", "train-vlm/qwen3-vl", "--machine", f"servers.python={sys.executable}"], 2, "code: gpu_missing"),
+        (["run", "train-vla/molmoact2"], 2, "armature run train-vla/tiny"),
         (["train-multimodal"], 2, "Usage: armature train-multimodal @ path/to/file.toml"),
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],

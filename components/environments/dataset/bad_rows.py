@@ -73,7 +73,7 @@ class BadRows:
             raise DataError(
                 f"{self._bad.total()} of {rows} rows cannot be used: {counts}",
                 code="rows_unusable",
-                where="\n    ".join([self._where, *first]),
+                where="\n    ".join([f"{self._where}, whose first row is row 0", *first]),
                 remedy="correct them, or remove them from the rows; in a recipe, "
                 'environment.args.on_bad_row = "skip" leaves them out and counts them',
             )

@@ -67,7 +67,7 @@ def refuse_missing_dataset(path: str, revision: str | None) -> bool:
                 "a hub name needs a revision",
                 code="revision_missing",
                 where=f"dataset {path!r}, which is not a folder",
-                remedy="set revision to the commit that the dataset's page shows under its history",
+                remedy="name a dataset's folder, or set revision to the commit that its page shows under its history",
             )
         return True
     if revision is not None:
