@@ -78,7 +78,7 @@ def make_rollouts(
         image = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
         ref = images.put(encode_png(image))
         runs = adapter.collator.process_image(image)["placeholder_runs"].tolist()
-        text = [7] * 12
+        text = [8] * 12
         ids = np.array(text + [adapter.collator.image_token_id] * runs[0] + text, np.int32)
         for member in range(group_size):
             answer, reward = random.integers(8, 200, tokens), float(random.integers(0, 2))

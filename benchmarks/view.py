@@ -68,6 +68,7 @@ def _write(folder: Path, step: int) -> None:
         "completion_token_ids": list(random.integers(0, 100, (n, TOKENS))),
         "completion_logprobs": list(random.normal(-1, 0.1, (n, TOKENS)).astype(np.float32)),
         "finish_reason": ["stop"] * n,
+        "experts": [None] * n,
         "images": [[]] * n,
         "messages": ["[]"] * n,
         "completion": [" ".join(words) for words in random.choice(WORDS, (n, TOKENS))],
