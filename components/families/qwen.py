@@ -239,7 +239,7 @@ QWEN3_VL_MOE = replace(
     model_type="qwen3_vl_moe",
     wrap_classes=("Qwen3VLMoeTextDecoderLayer", "Qwen3VLMoeVisionBlock"),
     served_entries={"text_config.norm_topk_prob": True},
-    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_moe, _processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16)),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_moe, _PROCESSOR_3),
 )
 QWEN3_5 = replace(
     QWEN2_VL,

@@ -213,17 +213,12 @@ async def ask(
         raise TransientError(OTHER_WEIGHTS, f"{url}: another run holds its lease: {text}")
     if status in (408, 425, 429) or status >= 500:
         raise TransientError("server_error", f"{url}: {status} {text}")
-    too_long = "maximum context length" in text or "longer than the maximum model length" in text
-    raise GenerationFailure(
-        f"the server rejects the request: {status} {text}",
-        reason="prompt_too_long" if too_long else "request_refused",
-        where=url,
-        remedy="raise inference.max_model_len, or shorten the prompt"
-        if too_long
-        else "raise inference.max_images_per_prompt or max_videos_per_prompt"
-        if "may be provided in one prompt" in text
-        else "",
-    )
+    reason, remedy = "request_refused", ""
+    if "maximum context length" in text or "longer than the maximum model length" in text:
+        reason, remedy = "prompt_too_long", "raise inference.max_model_len, or shorten the prompt"
+    elif "may be provided in one prompt" in text:
+        remedy = "raise inference.max_images_per_prompt or max_videos_per_prompt"
+    raise GenerationFailure(f"the server rejects the request: {status} {text}", reason=reason, where=url, remedy=remedy)
 
 
 def _error_text(reply: Reply) -> str:

@@ -42,6 +42,23 @@ def run_lengths(ids: Tensor, token: int) -> Tensor:
     return torch.tensor([len(run) for run in runs if len(run)], dtype=torch.int64)
 
 
+def _outputs(processor: Any, what: str, **inputs: Any) -> Any:
+    """Return what a processor makes of its inputs; `what` describes the image or video among them.
+
+    Raises:
+        DataError: the processor refuses them.
+    """
+    try:
+        return processor(return_tensors="pt", **inputs)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise DataError(
+            f"the processor cannot use {what}: {error}",
+            code="image_not_processed",
+            where=type(processor).__name__,
+            remedy="the sample is dropped and counted; resize such images or videos in the environment",
+        ) from error
+
+
 def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[str, Tensor]:
     """Return the processor's outputs for one image, without those for the text. The key `PLACEHOLDER_RUNS` is added.
 
@@ -51,15 +68,8 @@ def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[
     Raises:
         DataError: the processor refuses the image.
     """
-    try:
-        outputs = processor(images=[image], text=[processor.image_token], return_tensors="pt")
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise DataError(
-            f"the image processor cannot use an image of {image.width}x{image.height} pixels: {error}",
-            code="image_not_processed",
-            where=type(processor).__name__,
-            remedy="the sample is dropped and counted; resize such images in the environment",
-        ) from error
+    what = f"an image of {image.width}x{image.height} pixels"
+    outputs = _outputs(processor, what, images=[image], text=[processor.image_token])
     features = {name: value for name, value in outputs.items() if name not in TEXT_OUTPUTS}
     features[PLACEHOLDER_RUNS] = run_lengths(outputs["input_ids"][0], feature_token)
     return features
@@ -85,20 +95,12 @@ def process_video(
     Raises:
         DataError: the processor refuses the video.
     """
-    try:
-        outputs = processor(text=[processor.video_token], return_tensors="pt", **video_arguments([video]))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise DataError(
-            f"the processor cannot use a video of {len(video.frames)} frames of {video.size}: {error}",
-            code="image_not_processed",
-            where=type(processor).__name__,
-            remedy="the sample is dropped and counted; scale such videos in the environment",
-        ) from error
+    what = f"a video of {len(video.frames)} frames of {video.size[0]}x{video.size[1]} pixels"
+    outputs = _outputs(processor, what, text=[processor.video_token], **video_arguments([video]))
     features: dict[str, Tensor] = {name: outputs[output] for output, name in spec.outputs.items()}
     features[PLACEHOLDER_RUNS] = run_lengths(outputs["input_ids"][0], token)
-    # vLLM takes the seconds from a float32 tensor, and computes in float64 from there.
     step = 1.0
-    if spec.seconds:  # vLLM, too, has the seconds in float32, and goes on in float64
+    if spec.seconds:  # vLLM takes the seconds from a float32 tensor, and computes in float64 from there
         step = float(torch.as_tensor(outputs[spec.seconds]).float()[0]) * tokens_per_second
     features[TIME_STEP] = torch.tensor(step, dtype=torch.float64)
     return features
