@@ -76,6 +76,14 @@ GEOMETRIES = {
         text={"head_dim": 256, "mrope_section": [11, 11, 10], "linear_num_key_heads": 16}
         | {"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     ),
+    "qwen3-vl-moe": Geometry(
+        SO400M | {"hidden_size": 2048, "intermediate_size": 6144, "heads": 32, "key_value_heads": 4},
+        text={"head_dim": 128, "mrope_section": [24, 20, 20], "num_experts": 128, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768},
+    ),
+    "smolvlm": Geometry(
+        SO400M | {"hidden_size": 2048, "intermediate_size": 8192, "heads": 32, "key_value_heads": 32}, side=336
+    ),
     "internvl": Geometry(QWEN_TEXT | LARGE),
     "molmo2": Geometry(TEXT | SO400M, side=378, text={"head_dim": 128}),
     "gemma3": Geometry(
