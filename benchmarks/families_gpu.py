@@ -122,7 +122,7 @@ def run(family: str, replay: bool, small: bool, folder: Path) -> dict[str, Any]:
     write_model(family, model, small)
     torch.cuda.empty_cache()
     length = 2048 if small else 4096
-    arguments = {"kv_cache_memory_bytes": 4 * 1024**3, "enforce_eager": True}
+    arguments = {"kv_cache_memory_bytes": 4 * 1024**3, "gpu_memory_utilization": 0.1, "enforce_eager": True}
     values: dict[str, Any] = {
         "model": {"source": str(model), "dtype": dtype},
         "environment": {
@@ -143,7 +143,7 @@ def run(family: str, replay: bool, small: bool, folder: Path) -> dict[str, Any]:
             "save_every": STEPS,
             "packing": True,
             "max_tokens_per_micro_batch": 16_384,
-            "weights": "float32",
+            "weights": dtype,
         },
         "preflight": {"max_mismatch_kl": 1.0, "step_mismatch": "warn"},
         "evaluation": {"sampling": {"max_tokens": 8}},
@@ -153,7 +153,7 @@ def run(family: str, replay: bool, small: bool, folder: Path) -> dict[str, Any]:
             "trainer": {"gpus": [0] if CUDA else []},
             "servers": {
                 "python": os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python"),
-                **({"gpus": [[0]], "weight_transfer": "ipc", "arguments": arguments} if CUDA else {}),
+                **({"gpus": [[0]], "arguments": arguments} if CUDA else {}),
             },
         },
     }
