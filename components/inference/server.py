@@ -128,8 +128,8 @@ class VllmServer:
                 waited = time.monotonic() - began
                 if not self.alive:
                     raise ServerError(
-                        f"the vLLM server ended {self._host.ending} before it was ready; its last lines:\n"
-                        f"{self.tail()}",
+                        f"the vLLM server ended {self._host.ending} before it was ready{self._cause()}; its last "
+                        f"lines:\n{self.tail()}",
                         code="server_ended",
                         where=str(self.log),
                         remedy=self._remedy(),
@@ -143,6 +143,10 @@ class VllmServer:
                         remedy=self._remedy(),
                     )
                 await asyncio.sleep(_POLL)
+
+    def _cause(self) -> str:
+        cause = cause_of(self.tail(400))
+        return f": {cause}" if cause else ""
 
     def _remedy(self) -> str:
         text = self.tail(400)
@@ -206,6 +210,23 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     if model is not None and served[MODEL_NAME] != str(model):
         return f"it serves {str(served[MODEL_NAME])[:300]}, not {model}"
     return ""
+
+
+_EXCEPTION = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): \S.*)$")
+
+
+def cause_of(log: str) -> str:
+    """Return the last exception in vLLM's log with its message, "" if there is none.
+
+    The API server's exception is not taken where it only refers to the one of its engine's process, which vLLM logs
+    earlier, above a long traceback.
+
+    Example:
+        >>> cause_of("(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] ValueError: no room")
+        'ValueError: no room'
+    """
+    found = [match[1] for line in log.splitlines() if (match := _EXCEPTION.match(line))]
+    return next((text for text in reversed(found) if "root cause above" not in text), "")
 
 
 _PLAIN = (

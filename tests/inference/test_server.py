@@ -77,6 +77,15 @@ def test_dead_server_error_has_last_lines_and_remedy(tmp_path, checkpoint):
     assert len(remedies) == len(LAST_WORDS)
 
 
+def test_dead_server_error_begins_with_the_engine_s_exception(tmp_path, checkpoint):
+    """vLLM logs it above the traceback of its API server, which only refers to it."""
+    engine = "(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] ValueError: Free memory is too small"
+    server = "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above."
+    lines = f'echo "{engine}"\nfor i in $(seq 50); do echo "line $i"; done\necho "{server}"\nexit 1'
+    with refused("server_ended", "code 1 before it was ready: ValueError: Free memory is too small;"):
+        start(tmp_path, checkpoint("a"), make_machine(servers__python=script(tmp_path, lines)))
+
+
 def test_server_that_is_never_ready_is_stopped(tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
     python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
