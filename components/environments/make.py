@@ -42,20 +42,31 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
     return environment
 
 
-def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: int) -> None:
-    """Check what can be known of an environment without its data, if its class has a static method `refuse_ahead`.
+def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: int, most_videos: int) -> None:
+    """Check what can be known of an environment without its data.
+
+    Its class may say in `most_videos` how many videos a prompt shows, and have a static method `refuse_ahead`, which is
+    called with the same arguments.
 
     Args:
         settings: the environment's name and arguments.
         kind_field: field of the tasks by which an evaluation breaks accuracy down; "" for no breakdown.
         most_images: largest number of images in a prompt that the servers accept.
+        most_videos: largest number of videos in a prompt that they accept.
 
     Raises:
         ConfigurationError: a run with these settings would fail.
     """
     factory = ENVIRONMENTS[settings.name]
+    if (shown := getattr(factory, "most_videos", 0)) > most_videos:
+        raise ConfigurationError(
+            f"the environment {settings.name!r} shows {shown} videos in a prompt, but servers accept {most_videos}",
+            code="too_many_videos",
+            where="inference.max_videos_per_prompt",
+            remedy=f"set inference.max_videos_per_prompt = {shown}",
+        )
     if hasattr(factory, "refuse_ahead"):
-        factory.refuse_ahead(factory.Settings.model_validate(settings.args), kind_field, most_images)
+        factory.refuse_ahead(factory.Settings.model_validate(settings.args), kind_field, most_images, most_videos)
 
 
 def first_task(settings: EnvironmentSettings) -> Task | None:

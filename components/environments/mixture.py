@@ -234,7 +234,7 @@ class MixtureEnvironment(EnvironmentMixture):
         return {f"{name}/{source}": digest for name, found in each.items() for source, digest in found.items()}
 
     @staticmethod
-    def refuse_ahead(settings: MixtureSettings, kind_field: str, most_images: int) -> None:
+    def refuse_ahead(settings: MixtureSettings, kind_field: str, most_images: int, most_videos: int) -> None:
         """Check each environment; see `environments.make.refuse_ahead`.
 
         Raises:
@@ -248,4 +248,4 @@ class MixtureEnvironment(EnvironmentMixture):
                 remedy='set it to "environment", or leave it out',
             )
         for part in settings.parts.values():
-            refuse_ahead(part, "", most_images)
+            refuse_ahead(part, "", most_images, most_videos)

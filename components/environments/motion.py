@@ -29,25 +29,22 @@ class MotionSettings(Settings):
     """Frames per second."""
     image_size: int = Field(28, ge=8, le=2048)
     """Width and height of a frame in pixels."""
-    square: PositiveInt = 8
+    square: PositiveInt = 14
     """Width and height of the square in pixels."""
-    pixels_per_frame: PositiveInt = 2
-    """Pixels by which the square moves from a frame to the next."""
+    pixels_per_frame: PositiveInt = 7
+    """Pixels by which the square moves from a frame to the next; it leaves at one side and comes back at the other."""
     noise: float = Field(16.0, ge=0, le=255)
     """Standard deviation of the noise that each pixel gets, in levels from 0 to 255."""
     shuffled: bool = False
     """Show the frames in a random order, from which nobody can tell the direction."""
 
-    @property
-    def places(self) -> int:
-        """Number of columns at which the square can begin."""
-        return self.image_size - self.square - (self.frames - 1) * self.pixels_per_frame + 1
-
     @model_validator(mode="after")
-    def _check_path(self) -> Self:
-        if self.places < 2:
+    def _check_direction(self) -> Self:
+        if max(2 * self.pixels_per_frame, self.square) >= self.image_size:
             raise PydanticCustomError(
-                "path_too_long", f"the square's path does not fit into image_size = {self.image_size} pixels"
+                "direction_ambiguous",
+                f"nobody can see which way a square of {self.square} pixels moves by {self.pixels_per_frame} pixels in "
+                f"image_size = {self.image_size}: pixels_per_frame must be less than half of it, and square smaller",
             )
         return self
 
@@ -55,13 +52,14 @@ class MotionSettings(Settings):
 class Motion(GeneratedEnvironment[MotionSettings]):
     """An environment that asks for the direction of a square, left or right: a guess is right every second time.
 
-    The square begins anywhere where its path fits in, so one frame tells little of the direction: with the defaults a
-    policy that sees only the first frame is right in 7 of 10 tasks.
+    The square begins anywhere, and behind the right side comes the left side. So every frame is equally frequent in
+    both directions at every time: only the order of frames tells which way it is.
     """
 
     name = "motion"
     Settings = MotionSettings
     max_turns = 1
+    most_videos = 1
 
     def __init__(self, settings: MotionSettings, **counts: int) -> None:
         super().__init__(settings, **counts)
@@ -96,12 +94,12 @@ class MotionEpisode:
 def moving_square(way: str, seed: int, settings: MotionSettings) -> EncodedImage:
     """Return the video of a bright square on a dark ground. Equal arguments give the same video."""
     random, size, side = np.random.default_rng(seed), settings.image_size, settings.square
-    left, top = int(random.integers(settings.places)), int(random.integers(size - side + 1))
+    left, top = int(random.integers(size)), int(random.integers(size - side + 1))
     frames = []
     for number in range(settings.frames):
         pixels = np.full((size, size, 3), 40.0)
-        column = left + number * settings.pixels_per_frame
-        pixels[top : top + side, column : column + side] = 215.0
+        columns = (left + number * settings.pixels_per_frame + np.arange(side)) % size
+        pixels[top : top + side, columns] = 215.0
         pixels += settings.noise * random.standard_normal(pixels.shape)
         frames.append(Image.fromarray(np.clip(pixels, 0, 255).round().astype(np.uint8)))
     if way == "left":

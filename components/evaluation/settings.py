@@ -170,16 +170,18 @@ class ModelSections(Sections):
         return {**values, "evaluation": {**evaluation, "kind_field": field}} if field else values
 
     def refuse_ahead(self) -> None:
-        """Check the environment's rewards, the number of its images and `evaluation.kind_field`, before tasks are made.
+        """Check the environment's rewards, the number of its images and videos, and `evaluation.kind_field`, before
+        tasks are made.
 
         Raises:
-            ConfigurationError: a reward cannot be made, a prompt has more than `inference.max_images_per_prompt`
-                images, or the tasks have no field `evaluation.kind_field`.
+            ConfigurationError: a reward cannot be made, a prompt has more images or videos than the servers accept, or
+                the tasks have no field `evaluation.kind_field`.
         """
         from armature.components.environments.make import first_task, refuse_ahead, task_kind
 
         field = self.evaluation.kind_field
-        refuse_ahead(self.environment, field, self.inference.max_images_per_prompt)
+        servers = self.inference
+        refuse_ahead(self.environment, field, servers.max_images_per_prompt, servers.max_videos_per_prompt)
         if field and (task := first_task(self.environment)) is not None:
             task_kind(task, field)
 

@@ -11,7 +11,7 @@ from armature.components.artifacts.tensors import Tensors, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.contracts.machine import Machine, Scalar, available_cpus
-from armature.components.families.family import FAMILIES, family_of
+from armature.components.families.family import FAMILIES
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.network import loopback
@@ -298,8 +298,13 @@ def server_command(
         arguments["enable-return-routed-experts"] = True
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
-    if settings.max_videos_per_prompt:
-        _refuse_videos(model)
+    if settings.max_videos_per_prompt and not takes_videos(model):
+        raise ConfigurationError(
+            "models of this family are not shown videos",
+            code="video_unsupported",
+            where="inference.max_videos_per_prompt",
+            remedy="show frames as images and leave it out, or choose a family with videos: docs/models.md",
+        )
     if settings.quantization is not None:
         _refuse_quantization(machine, gpus, adapters)
         ignored = json.dumps({"ignore": [_NOT_TEXT]})
@@ -350,15 +355,10 @@ def _check_entries(model: Path) -> None:
             )
 
 
-def _refuse_videos(model: Path) -> None:
-    family = family_of(str(read_config(model).get("model_type")))
-    if family.images is None or family.images.videos is None:
-        raise ConfigurationError(
-            f"models of the family {family.name} are not shown videos",
-            code="video_unsupported",
-            where="inference.max_videos_per_prompt",
-            remedy="show frames as images and leave it out, or choose a family with videos: docs/models.md",
-        )
+def takes_videos(model: Path) -> bool:
+    """Check that the checkpoint in the folder `model` is of a family with videos."""
+    kind = read_config(model).get("model_type")
+    return any(each.model_type == kind and each.images and each.images.videos for each in FAMILIES.values())
 
 
 def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:

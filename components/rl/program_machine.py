@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine, MachineServers, MachineTrainer, Scalar
-from armature.components.inference.command import longest_sequence
+from armature.components.inference.command import longest_sequence, takes_videos
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.resources import gpu_count
 
@@ -64,12 +64,13 @@ def default_processes() -> int:
 def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tuple[Machine, ServerSettings]:
     """Return the machine with servers that the training starts, and their settings.
 
-    The first GPUs train, and each other GPU has a server. If all train, each GPU does both.
+    The first GPUs train, and each other GPU has a server. If all train, each GPU does both. Servers of a family with
+    videos accept as many videos as images.
 
     Args:
         machine: the machine with the trainer's ranks.
         weights: folder of the model.
-        most_images: largest number of images in a prompt, if known, otherwise 0.
+        most_images: largest number of images and videos in a prompt, if known, otherwise 0.
         bf16: whether the weights are served in bf16, as they are trained, and not in fp32.
     """
     gpus, ranks = gpu_count(), machine.trainer.processes
@@ -78,8 +79,9 @@ def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tu
     servers = MachineServers(gpus=tuple((number,) for number in free or range(gpus)), arguments=shared)
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if bf16 else "float32"
     served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
-    images = {"max_images_per_prompt": max(served.max_images_per_prompt, most_images)}
-    return machine.model_copy(update={"servers": servers}), served.model_copy(update=images)
+    most = max(served.max_images_per_prompt, most_images)
+    shown = {"max_images_per_prompt": most, "max_videos_per_prompt": most if takes_videos(weights) else 0}
+    return machine.model_copy(update={"servers": servers}), served.model_copy(update=shown)
 
 
 def refuse_on_ranks(model: Any, adapter: Any) -> None:

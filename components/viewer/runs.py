@@ -264,7 +264,7 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
     return {**shown, "task": task, "answer": right_answer(run, task_id, task)}
 
 
-ANSWERING = ("colors", "coordinates", "dataset", "recall")
+ANSWERING = ("colors", "coordinates", "dataset", "motion", "recall")
 """Environments that the viewer asks for the right answer. They run no code of a user and start no server."""
 _one_project = threading.Lock()
 

@@ -15,8 +15,10 @@ from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
 from armature.components.environments.generated import ColorImageSettings, color_image, color_reward
+from armature.components.environments.make import refuse_ahead
 from armature.components.environments.motion import WAYS, MotionSettings, moving_square
 from armature.components.environments.recall import Recall, RecallSettings
+from armature.components.environments.settings import EnvironmentSettings
 from tests.refusals import refused
 
 from .conftest import COLORS, EXAMPLES, IMAGE
@@ -39,29 +41,57 @@ def test_color_image_is_noisy_and_nearest_to_its_color(color: str) -> None:
         assert image.std(axis=(0, 1)).max() > 8
 
 
-def columns(video: EncodedImage) -> list[int]:
-    """Return the square's column in each frame."""
-    frames = [np.asarray(frame, dtype=float).mean(axis=(0, 2)) for frame in decode_video(video).frames]
-    return [int(np.convolve(frame, np.ones(8), "valid").argmax()) for frame in frames]
+def columns(way: str, seed: int, settings: MotionSettings) -> list[int]:
+    """Return the square's left column in each frame. A square that leaves at the right side goes on at the left one."""
+    found = []
+    for frame in decode_video(moving_square(way, seed, settings)).frames:
+        bright = np.asarray(frame, dtype=float).mean(axis=(0, 2))
+        around = np.concatenate([bright, bright[: settings.square - 1]])
+        found.append(int(np.convolve(around, np.ones(settings.square), "valid").argmax()))
+    return found
 
 
-def test_square_moves_its_way_from_any_column() -> None:
+def test_square_moves_its_way_from_any_column_around() -> None:
+    settings = MotionSettings(noise=0.0, square=8, pixels_per_frame=5)
+    begins: dict[str, set[int]] = {way: set() for way in WAYS}
+    for seed in range(200):
+        for way, step in (("right", 5), ("left", -5)):
+            places = columns(way, seed, settings)
+            assert places == [(places[0] + number * step) % 28 for number in range(4)]
+            begins[way].add(places[0])
+    assert begins["left"] == begins["right"] == set(range(28))
+
+
+def test_shuffled_frames_do_not_tell_the_direction() -> None:
+    """Both directions show the same frames, and their order is as often forward as backward."""
     settings = MotionSettings(noise=0.0)
-    begins = set()
-    for seed in range(60):
-        places = columns(moving_square("right", seed, settings))
-        begins.add(places[0])
-        assert places == [places[0], places[0] + 2, places[0] + 4, places[0] + 6]
-        assert columns(moving_square("left", seed, settings)) == places[::-1]
-    assert begins == set(range(15))
+    shuffled = settings.model_copy(update={"shuffled": True})
+    steps: dict[str, list[int]] = {way: [] for way in WAYS}
+    for seed in range(100):
+        assert sorted(columns("left", seed, settings)) == sorted(columns("right", seed, settings))
+        for way in WAYS:
+            places = columns(way, seed, shuffled)
+            assert sorted(places) == sorted(columns(way, seed, settings))
+            steps[way] += np.diff(places).tolist()
+    for each in steps.values():  # 7 or -21 is a step to the right, -7 or 21 one to the left
+        forward, backward = (sum(step % 28 == way for step in each) for way in (7, 21))
+        assert abs(forward - backward) < 0.2 * (forward + backward)
 
 
-def test_order_of_shuffled_frames_does_not_depend_on_the_direction() -> None:
-    settings = MotionSettings(noise=0.0, shuffled=True)
-    steps = [np.sign(np.diff(columns(moving_square(way, seed, settings))).sum()) for way in WAYS for seed in range(200)]
-    assert abs(np.mean(steps[:200])) < 0.2 and abs(np.mean(steps[200:])) < 0.2
-    with refused("path_too_long", 28):
-        MotionSettings(frames=12)
+@pytest.mark.parametrize("values", [{"pixels_per_frame": 14}, {"square": 28}])
+def test_rejects_motion_without_a_visible_direction(values: dict[str, int]) -> None:
+    with refused("direction_ambiguous", "28"):
+        MotionSettings.model_validate(values)
+
+
+def test_motion_needs_servers_that_accept_videos() -> None:
+    part = {"name": "motion", "train_tasks": 2, "heldout_tasks": 2}
+    parts = {"parts": {"one": part, "other": {**part, "name": "colors"}}}
+    for settings in (part, {"name": "mixture", "args": parts}):
+        environment = EnvironmentSettings.model_validate(settings)
+        with refused("too_many_videos", "motion", "max_videos_per_prompt = 1"):
+            refuse_ahead(environment, "", 16, 0)
+        refuse_ahead(environment, "", 16, 1)
 
 
 def test_color_image_without_noise_is_uniform() -> None:

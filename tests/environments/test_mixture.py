@@ -133,4 +133,4 @@ def test_rejects_what_cannot_be_mixed() -> None:
     with refused("mixture_part_empty"):
         list(EnvironmentMixture({"a": MixturePart(colors(0)), "b": MixturePart(colors(9))}).tasks("train"))
     with refused("unknown_kind_field"):
-        refuse_ahead(mixture(colors=COLORS, recall=RECALL), "color", 1)
+        refuse_ahead(mixture(colors=COLORS, recall=RECALL), "color", 1, 0)

@@ -32,7 +32,13 @@ def test_every_recipe_loads_and_has_a_description(name):
 
 
 def test_promised_deployments_exist():
-    promised = {"train-vlm/colors", "train-vlm/recall", "train-vlm/qwen3-vl", "train-vlm/llava"}
+    promised = {
+        "train-vlm/colors",
+        "train-vlm/recall",
+        "train-vlm/motion-tiny",
+        "train-vlm/qwen3-vl",
+        "train-vlm/llava",
+    }
     promised |= {"train-vlm/molmo2", "train-vlm/molmo2-text", "evaluate/alfworld", "evaluate/alfworld-thor"}
     promised |= {"train-vla/molmoact2", "train-vla/molmoact2-lora", "train-vla/molmoact2-expert", "train-vla/tiny"}
     promised |= {"evaluate/libero", "demonstrations/libero-spatial"}

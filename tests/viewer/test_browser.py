@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from armature.components.artifacts.images import ImageStore
+from armature.components.artifacts.videos import decode_video
 from armature.components.configuration.stages import STARTED
 from tests.browser import NEEDS_CHROMIUM
+from tests.models.clips import clip
 from tests.viewer.conftest import RUN, Training, viewed
 
 ATTACK = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -67,6 +72,21 @@ def test_page_opens_on_the_training_of_a_newer_evaluation(training: Training) ->
         assert tab.locator(".glance dd").last.inner_text() in ("blue", "red")
         assert tab.locator(".glance").evaluate("part => part.getBoundingClientRect().bottom") < 720
         assert tab.problems == []
+
+
+def test_clip_is_shown_with_its_frames(training: Training) -> None:
+    video = clip(5, 0.5)
+    shown = replace(training, image=ImageStore(training.root / "images").put(video))
+    shown.step(1, [1.0])
+    with viewed(training.root) as tab:
+        tab.click("[data-tab=rollouts]")
+        frames = tab.locator(".glance .frames canvas")
+        frames.nth(4).wait_for()
+        read = "canvas => Array.from(canvas.getContext('2d').getImageData(0, 0, 96, 64).data)"
+        for number, frame in enumerate(decode_video(video).frames):
+            pixels = np.array(frames.nth(number).evaluate(read)).reshape(64, 96, 4)
+            assert np.array_equal(pixels[:, :, :3], np.asarray(frame))
+        assert frames.count() == 5 and tab.problems == []
 
 
 def test_changes_lists_answers_over_the_steps(tab: Any, training: Training) -> None:

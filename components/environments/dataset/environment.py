@@ -94,7 +94,7 @@ class DatasetEnvironment:
         return settings.model_copy(update={"revision": commit_of(settings.source, settings.revision, "dataset", say)})
 
     @staticmethod
-    def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int) -> None:
+    def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int, most_videos: int) -> None:
         """Check source, rewards, images and `kind_field` without reading rows; see `environments.make.refuse_ahead`.
 
         Raises:
@@ -111,7 +111,7 @@ class DatasetEnvironment:
                 remedy='name a column in environment.args.kind and set evaluation.kind_field = "kind", or set it to ""',
             )
         places = parse_template(settings.prompt).parts.count(Place.IMAGE)
-        if places > most_images:
+        if places > most_images + most_videos:  # a video takes the place of an image
             raise ConfigurationError(
                 f"the prompt has places for {places} images, but servers accept {most_images} in a prompt",
                 code="too_many_images",

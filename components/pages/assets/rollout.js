@@ -32,7 +32,7 @@ function parse(messages) {
     return [{ role: "prompt", content: messages }];
   }
 }
-const isImage = (part) => part && typeof part === "object" && String(part.type || "").includes("image");
+const isImage = (part) => part && typeof part === "object" && /image|video/.test(part.type || "");
 const textOf = (content) =>
   typeof content === "string" ? content
     : Array.isArray(content) ? content.map((part) => (typeof part === "string" ? part : isImage(part) ? "" : part.text ?? "")).join("")
@@ -98,9 +98,29 @@ function imageGrid(keys) {
   return h("div", { class: "images" }, keys.map((key) => {
     const image = data.images[key];
     if (!image) return h("div", { class: "absent" }, `image ${key.slice(0, 8)} is not embedded in this page`);
-    return h("img", { src: image.uri, class: image.width < 112 ? "tiny" : null,
+    const shown = h("img", { src: image.uri, class: image.width < 112 ? "tiny" : null,
       alt: `image ${key.slice(0, 8)}, ${image.width} × ${image.height} pixels`, title: `${key.slice(0, 12)} · ${image.width} × ${image.height}` });
+    return /^data:image\/apng|\.apng$/.test(image.uri) ? h("figure", { class: "clip" }, shown, frameStrip(image)) : shown;
   }));
+}
+/* A video plays as an image. This shows its frames side by side, in browsers that can decode them one by one. */
+function frameStrip(image) {
+  const strip = h("div", { class: "frames" });
+  const fill = async () => {
+    const data = image.uri.startsWith("data:") ? Uint8Array.from(atob(image.uri.split(",")[1]), (c) => c.charCodeAt(0))
+      : await (await fetch(image.uri)).arrayBuffer();
+    const decoder = new ImageDecoder({ data, type: "image/png" });
+    await Promise.all([decoder.tracks.ready, decoder.completed]);
+    for (let i = 0; i < decoder.tracks.selectedTrack.frameCount; i++) {
+      const frame = (await decoder.decode({ frameIndex: i })).image;
+      const canvas = h("canvas", { width: frame.displayWidth, height: frame.displayHeight, title: `frame ${i + 1}` });
+      canvas.getContext("2d").drawImage(frame, 0, 0);
+      frame.close();
+      strip.append(canvas);
+    }
+  };
+  if (typeof ImageDecoder === "function") fill().catch(() => strip.remove());
+  return strip;
 }
 /* The images of a message are the newest of the turn's: those before were shown in earlier turns. */
 function message(m, keys) {
