@@ -114,6 +114,12 @@ def expert_layout(folder: Path) -> tuple[int, int, int]:
     return experts, layers, chosen
 
 
+def has_experts(config: Mapping[str, object]) -> bool:
+    """Return True if a `config.json` describes a mixture of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(_first_integer(config, name) not in (0, _ANY) for name in names)
+
+
 def _rows(tensors: Tensors, name: str) -> int:
     """Return the number of rows of the tensor called `name`, with or without a prefix; 0 if there is no such tensor."""
     shapes = [shape for full, (_, shape) in tensors.items() if full == name or full.endswith(f".{name}")]

@@ -28,7 +28,9 @@ from armature.components.inference.client import (
 from armature.components.inference.command import (
     ServedAdapters,
     expert_layout,
+    has_experts,
     placeholder_token_ids,
+    read_config,
     sampled_token_ids,
     vocabulary,
 )
@@ -116,9 +118,8 @@ class ServerPool:
         experts = expert_layout(weights) if settings.replay_experts else None
         self.limits = AnswerLimits(sampled, prompt, forbidden, settings.max_model_len, places, experts)
         images = settings.max_images_per_prompt > 0
-        sync_check = SyncCheck(
-            make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
-        )
+        probe = make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images)
+        sync_check = SyncCheck(probe, settings, machine, has_experts(read_config(weights)))
         transfer = "adapter" if adapters is not None else machine.servers.weight_transfer
         self.weights = ServedWeights(
             weights, transfer, sync_check, load_on_join, adapters is not None, in_flight_updates and adapters is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def test_tolerance_depends_on_dtypes(stand_ins, make_pool, checkpoint, changes, 
         return
     with refused("served_vision_weights_differ"):
         sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
+
+
+def test_sixteen_bits_may_choose_other_experts(stand_ins, make_pool, checkpoint):
+    folders = [checkpoint(name) for name in "ab"]
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"text_config": {"num_experts": 8}}))
+    pool = make_pool(stand_ins(1), folders[0])
+    sync(pool, folders[1], lambda pool: answer_of(pool, "b", "bfloat16", 3.0))
+    pool = make_pool(stand_ins(1), folders[0])
+    with refused("served_vision_weights_differ"):
+        sync(pool, folders[1], lambda pool: answer_of(pool, "b", "float32", 0.1))
 
 
 async def test_returning_server_must_match_the_trainer(join, checkpoint):
