@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from armature.components.contracts.episodes import ActionDefect
 from armature.components.contracts.images import ImageRef
+from armature.components.contracts.tool_calls import CalledTool
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
@@ -58,6 +59,7 @@ class Turn:
     generate_seconds: float
     environment_seconds: float
     experts: Experts | None = None
+    tool_calls: tuple[CalledTool, ...] = ()  # in the completion; their results are in the next turn's prompt
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ ENVIRONMENTS = Registry(
         "colors": "armature.components.environments.colors:Colors",
         "coordinates": "armature.components.environments.coordinates:Coordinates",
         "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
+        "dot": "armature.components.environments.dot:Dot",
         "mixture": "armature.components.environments.mixture:MixtureEnvironment",
         "motion": "armature.components.environments.motion:Motion",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 from armature.components.artifacts.sources import code_digest, named_files
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.errors import ArmatureError, ConfigurationError, said
 from armature.components.contracts.machine import available_cpus
+from armature.components.contracts.tool_calls import Tools
 from armature.components.contracts.value_text import value_text
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.generated import GeneratedEnvironment
 from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.tools.box import ToolBox, tool_sources
 
 
 def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Environment:
@@ -32,14 +35,53 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
         ['colors-train-00000', 'colors-train-00001']
     """
     factory = ENVIRONMENTS[settings.name]
-    environment: Environment = factory(
+    processes = processes or max(1, available_cpus() // 2)
+    tools = _tools(settings, processes)
+    environment: Any = factory(
         factory.Settings.model_validate(settings.args),
         train_tasks=settings.train_tasks,
         heldout_tasks=settings.heldout_tasks,
         seed=settings.seed,
-        processes=processes or max(1, available_cpus() // 2),
+        processes=processes,
     )
-    return environment
+    return environment if tools is None else ToolEnvironment(environment, tools)
+
+
+def _tools(settings: EnvironmentSettings, processes: int) -> ToolBox | None:
+    """Return the tools of an environment; None without tools.
+
+    Raises:
+        ConfigurationError: a tool cannot be loaded or has no schema, or the environment is a mixture.
+    """
+    if not settings.tools:
+        return None
+    if settings.name == "mixture":
+        raise ConfigurationError(
+            "a mixture has no tools, but each of its environments can have some",
+            code="tools_of_mixture",
+            where="environment.tools",
+            remedy='move them: [environment.args.parts.NAME] with tools = ["zoom"]',
+        )
+    return ToolBox(
+        settings.tools, max_calls=settings.max_tool_calls, timeout=settings.tool_timeout, processes=processes
+    )
+
+
+class ToolEnvironment:
+    """An environment with tools; otherwise it is the environment that it was made of."""
+
+    def __init__(self, environment: Environment, tools: Tools) -> None:
+        self._environment, self.tools = environment, tools
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    def close(self) -> None:
+        """Close the environment and its tools."""
+        try:
+            self._environment.close()
+        finally:
+            self.tools.close()
 
 
 def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: int, most_videos: int) -> None:
@@ -57,7 +99,9 @@ def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: in
     Raises:
         ConfigurationError: a run with these settings would fail.
     """
-    factory = ENVIRONMENTS[settings.name]
+    factory, tools = ENVIRONMENTS[settings.name], _tools(settings, 1)
+    if tools is not None:
+        tools.close()
     if (shown := getattr(factory, "most_videos", 0)) > most_videos:
         raise ConfigurationError(
             f"the environment {settings.name!r} shows {shown} videos in a prompt, but servers accept {most_videos}",
@@ -104,7 +148,7 @@ def environment_sources(settings: EnvironmentSettings) -> dict[str, str]:
     factory = ENVIRONMENTS[settings.name]
     sources = getattr(factory, "sources", None)
     data = sources(factory.Settings.model_validate(settings.args)) if sources else named_files(settings.args)
-    return {"code": code_digest(factory.__module__), **data}
+    return {"code": code_digest(factory.__module__), **data, **tool_sources(settings.tools)}
 
 
 def at_commit(settings: EnvironmentSettings, say: Callable[[str], None]) -> EnvironmentSettings:

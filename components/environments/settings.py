@@ -7,6 +7,7 @@ from typing import Any, Self
 from pydantic import (
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -43,6 +44,14 @@ class EnvironmentSettings(Settings):
     evaluation_args: dict[str, Any] = Field({})
     """Entries of args to replace when an evaluation plays the tasks, to measure success in the published setting, for
     example {max_invalid_actions = 0}."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model can call: zoom, crop, rotate, calculator, python, or MODULE:FUNCTION for a typed function in
+    a file beside the recipe."""
+    max_tool_calls: PositiveInt = 4
+    """Number of calls in an episode. A turn with calls is not one of the environment's turns. After them, a turn with
+    calls is the answer."""
+    tool_timeout: PositiveFloat = Field(30.0, le=3600)
+    """Seconds that one call of a tool may take. If it takes longer, the model is shown an error."""
 
     @field_validator("args")
     @classmethod

@@ -112,9 +112,16 @@ class Completion:
 
 
 def request_body(
-    messages: Sequence[Message], sampling: Sampling, seed: int, n: int, forbidden_token_ids: Sequence[int]
+    messages: Sequence[Message],
+    sampling: Sampling,
+    seed: int,
+    n: int,
+    forbidden_token_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the JSON body of a chat request for `n` samples. The answer contains token ids and log-probs for training.
+
+    `tools` are schemas that the chat template renders. The server does not parse calls: it returns the sampled text.
 
     Raises:
         GenerationFailure: an image or video is given by URL instead of inline. Servers must not download anything.
@@ -145,6 +152,8 @@ def request_body(
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
+    if tools:
+        body |= {"tools": list(tools), "tool_choice": "none"}
     if forbidden_token_ids:
         body["logit_bias"] = {str(token): _FORBIDDEN_BIAS for token in forbidden_token_ids}
     return body
@@ -217,7 +226,7 @@ async def ask(
     if "maximum context length" in text or "longer than the maximum model length" in text:
         reason, remedy = "prompt_too_long", "raise inference.max_model_len, or shorten the prompt"
     elif "may be provided in one prompt" in text:
-        remedy = "raise inference.max_images_per_prompt or max_videos_per_prompt"
+        reason, remedy = "too_many_images", "raise inference.max_images_per_prompt or max_videos_per_prompt"
     raise GenerationFailure(f"the server rejects the request: {status} {text}", reason=reason, where=url, remedy=remedy)
 
 

@@ -12,6 +12,7 @@ from armature.components.inference.monitor import EJECT_AFTER
 from armature.components.inference.replica import Replica
 from armature.components.inference.requests import AnswerLimits, PoolRequests
 from armature.components.inference.routing import PoolStatistics, Router
+from armature.components.inference.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,12 @@ class DirectServers:
     """
 
     def __init__(
-        self, servers: Sequence[ServerAccess], limits: AnswerLimits, max_concurrent: int, timeout: float
+        self,
+        servers: Sequence[ServerAccess],
+        limits: AnswerLimits,
+        max_concurrent: int,
+        timeout: float,
+        tool_format: ToolFormat,
     ) -> None:
         self.suspects: dict[str, SuspectServer] = {}
         replicas = [
@@ -81,7 +87,7 @@ class DirectServers:
             for each in servers
         ]
         router = Router(replicas, max_concurrent, PoolStatistics(), Path())
-        self.requests = PoolRequests(router, limits, timeout, _check_answer, self._failed)
+        self.requests = PoolRequests(router, limits, timeout, _check_answer, self._failed, lambda: tool_format)
 
     def _failed(self, replica: Replica, error: TransientError) -> None:
         if replica.given_up:

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import httpx
@@ -45,6 +46,7 @@ from armature.components.inference.requests import AnswerLimits, PoolRequests
 from armature.components.inference.routing import PoolStatistics, Router
 from armature.components.inference.settings import ServerSettings
 from armature.components.inference.sync import ServedWeights, sync_failure
+from armature.components.inference.tool_calls import ToolFormat, read_tool_format
 from armature.components.inference.weights import Publish
 from armature.components.machine.network import socket_options
 from armature.components.models.reserved_tokens import added_tokens
@@ -131,7 +133,12 @@ class ServerPool:
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.limits.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
-            self._router, self.limits, machine.limits.generation_timeout, self._check_answer, _suspect_other_weights
+            self._router,
+            self.limits,
+            machine.limits.generation_timeout,
+            self._check_answer,
+            _suspect_other_weights,
+            partial(read_tool_format, weights),
         )
 
     def _make_replicas(self) -> list[Replica]:
@@ -186,16 +193,23 @@ class ServerPool:
 
     # --- Requests ---
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The format of the model's tool calls."""
+        return self._requests.tool_format
+
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Completion:
         """Sample one completion. Calls within milliseconds of each other that differ only in consecutive seeds share
-        one request.
+        one request. `tools` are schemas that the chat template renders.
 
         Raises:
             GenerationFailure: this request failed for good; `reason` says why.
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        return await self._requests.complete(messages, sampling, seed)
+        return await self._requests.complete(messages, sampling, seed, tools)
 
     async def sample(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int

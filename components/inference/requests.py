@@ -10,7 +10,7 @@ import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from armature.components.inference.client import (
 )
 from armature.components.inference.replica import Replica
 from armature.components.inference.routing import Router
+from armature.components.inference.tool_calls import ToolFormat
 
 # --- Validation of answers: the rest of the code relies on these checks ---
 
@@ -223,7 +224,8 @@ WINDOW = 0.02
 """Seconds that a request waits for other requests with the same prompt, to be sent together with them."""
 
 Results = list[Completion | GenerationFailure]
-Sample = Callable[[Sequence[Message], Sampling, int, int], Awaitable[Results]]
+Schemas = Sequence[Mapping[str, Any]]
+Sample = Callable[[Sequence[Message], Sampling, int, int, Schemas], Awaitable[Results]]
 
 
 @dataclass
@@ -232,11 +234,12 @@ class _Prompt:
 
     messages: list[Message]
     sampling: Sampling
+    tools: Schemas
     waiting: list[tuple[int, asyncio.Future[Completion]]] = field(default_factory=list)
 
 
 class RequestMerger:
-    """Merge single requests into calls of `sample(messages, sampling, seed, n)`.
+    """Merge single requests into calls of `sample(messages, sampling, seed, n, tools)`.
 
     vLLM gives sample i of a request the seed `seed + i`. So requests with consecutive seeds get the same answers from
     one merged request, while the prompt and its images are processed once.
@@ -244,16 +247,18 @@ class RequestMerger:
 
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
-        self._prompts: dict[tuple[str, Sampling], _Prompt] = {}
+        self._prompts: dict[tuple[str, Sampling], _Prompt] = {}  # by messages and tools, and sampling
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Schemas = ()
+    ) -> Completion:
         """Sample one completion, in a merged request. Raise the failure that `sample` raises or returns for it."""
         loop = asyncio.get_running_loop()
-        key = (json.dumps(list(messages)), sampling)
+        key = (json.dumps([list(messages), list(tools)]), sampling)
         if key not in self._prompts:
             # Copy the messages: an episode appends to its conversation as soon as it has an answer.
-            self._prompts[key] = _Prompt(json.loads(key[0]), sampling)
+            self._prompts[key] = _Prompt(json.loads(key[0])[0], sampling, tools)
             loop.call_later(WINDOW, self._send, key)
         future: asyncio.Future[Completion] = loop.create_future()
         self._prompts[key].waiting.append((seed, future))
@@ -278,7 +283,7 @@ class RequestMerger:
 
     async def _answer(self, prompt: _Prompt, run: list[tuple[int, asyncio.Future[Completion]]]) -> None:
         try:
-            results = await self._sample(prompt.messages, prompt.sampling, run[0][0], len(run))
+            results = await self._sample(prompt.messages, prompt.sampling, run[0][0], len(run), prompt.tools)
         except asyncio.CancelledError:
             for _, future in run:
                 future.cancel()
@@ -323,6 +328,7 @@ class PoolRequests:
         check_answer: raises TransientError if an answer was computed with other weights than the server should have.
         failed: called after each failed attempt with the replica and the error, unless the replica has got new weights
             meanwhile.
+        tool_format: returns the format of the model's tool calls.
     """
 
     def __init__(
@@ -332,10 +338,17 @@ class PoolRequests:
         timeout: float,
         check_answer: CheckAnswer,
         failed: Callable[[Replica, TransientError], None],
+        tool_format: Callable[[], ToolFormat],
     ) -> None:
         self._router, self._limits, self._timeout = router, limits, timeout
         self._check_answer, self._failed = check_answer, failed
         self._merger = RequestMerger(self.sample)
+        self._read_format = tool_format
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The format of the model's tool calls."""
+        return self._read_format()
 
     def open(self) -> None:
         """Open the HTTP session, inside the event loop that will use it."""
@@ -345,15 +358,17 @@ class PoolRequests:
         """Close the HTTP session."""
         await self._session.close()
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Schemas = ()
+    ) -> Completion:
         """Sample one completion; see `ServerPool.complete`."""
-        return await self._merger.complete(messages, sampling, seed)
+        return await self._merger.complete(messages, sampling, seed, tools)
 
     async def sample(
-        self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int, tools: Schemas = ()
     ) -> list[Completion | GenerationFailure]:
         """Return `n` samples of one prompt; see `ServerPool.sample`."""
-        body = request_body(messages, sampling, seed, n, sorted(self._limits.forbidden))
+        body = request_body(messages, sampling, seed, n, sorted(self._limits.forbidden), tools)
         statistics = self._router.statistics
         async with self._router.admitted():
             began = time.monotonic()

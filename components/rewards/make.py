@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread
-from typing import Annotated, Any, Protocol, TypeVar
-from weakref import finalize
+from threading import Lock
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, StrictStr, TypeAdapter
 
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.machine.project import VARIABLE as PROJECT
 from armature.components.machine.workers.channel import IdleWorkerLost, WorkerError
+from armature.components.machine.workers.queue import WorkerQueue
 from armature.components.machine.workers.worker import Worker, make_worker
 from armature.components.rewards import REWARDS
 from armature.components.rewards.callables import CallableReward
@@ -46,9 +44,6 @@ GRADE: TypeAdapter[float | tuple[str, str]] = TypeAdapter(
 """A process's reply to a request for a grade: a finite reward, or the reason and the details of a failure."""
 SOURCES = TypeAdapter(dict[StrictStr, StrictStr])
 
-ResultT = TypeVar("ResultT")
-Job = tuple[Future[Any], Callable[[Worker], Any]]
-
 
 class IsolatedReward:
     """A reward that runs in up to `processes` processes, which end when this object is closed or garbage-collected.
@@ -68,19 +63,18 @@ class IsolatedReward:
         ]
         self._beginning = Lock()
         self._sources: dict[str, str] = {}
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.close = finalize(self, _end, workers, self._jobs)
-        for worker in workers:
-            Thread(target=_work, args=(worker, self._jobs), name=f"reward {settings.part}", daemon=True).start()
+        closed = RolloutFailed("reward_died", "the rewards are closed")
+        self._queue = WorkerQueue(workers, f"reward {settings.part}", closed)
+        self.close = self._queue.close
 
     def begin(self) -> Future[None]:
         """Start a process of the reward. The future ends when it is ready, and raises ConfigurationError if the reward
         cannot be made."""
-        return self._submit(self._begin)
+        return self._queue.submit(self._begin)
 
     def check(self, answer: Any) -> None:
         """Check in a process that completions can be compared with `answer`; see `Reward.check`."""
-        self._submit(lambda worker: self._ask(worker, "check", answer)).result()
+        self._queue.submit(lambda worker: self._ask(worker, "check", answer)).result()
 
     async def grade(self, inputs: RewardInput) -> dict[str, float]:
         """Return the reward of a completion, in a dictionary under the reward's label.
@@ -89,7 +83,8 @@ class IsolatedReward:
             RolloutFailed: `bad_answer`, `reward_error`, `reward_invalid`, `reward_timeout` or `reward_died`.
         """
         arguments = (inputs.completion, inputs.answer, dict(inputs.row))
-        return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *arguments)))}
+        graded = self._queue.submit(lambda each: self._ask(each, "grade", *arguments))
+        return {self._part: await asyncio.wrap_future(graded)}
 
     def _ask(self, worker: Worker, method: str, *arguments: Any) -> float:
         try:
@@ -127,40 +122,6 @@ class IsolatedReward:
                 code="reward_code_changed",
                 remedy="start the run again to use the new one",
             )
-
-    def _submit(self, work: Callable[[Worker], ResultT]) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
-        if not self.close.alive:
-            future.set_exception(_closed())
-        else:
-            self._jobs.put((future, work))
-        return future
-
-
-def _work(worker: Worker, jobs: SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, work = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work(worker))
-            except BaseException as error:
-                future.set_exception(error)
-    worker.close()
-
-
-def _end(workers: list[Worker], jobs: SimpleQueue[Job | None]) -> None:
-    with suppress(Empty):
-        while job := jobs.get_nowait():
-            if job[0].set_running_or_notify_cancel():
-                job[0].set_exception(_closed())
-    for _ in workers:
-        jobs.put(None)
-    for worker in workers:  # calls in flight fail as their process ends
-        worker.close()
-
-
-def _closed() -> RolloutFailed:
-    return RolloutFailed("reward_died", "the rewards are closed")
 
 
 class Grader(Protocol):

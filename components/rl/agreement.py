@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from armature.components.contracts.errors import MismatchError
 from armature.components.contracts.installation import SERVED
 from armature.components.contracts.rollouts import Failure, LogProbs
 from armature.components.inference.client import Completion, Message, Sampling
+from armature.components.inference.tool_calls import ToolFormat
 from armature.components.rollouts.play import Generator
 
 
@@ -213,8 +215,14 @@ class RecordingGenerator:
         self._generator = generator
         self.completions: list[Completion] = []
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        completion = await self._generator.complete(messages, sampling, seed)
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self._generator.tool_format
+
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Completion:
+        completion = await self._generator.complete(messages, sampling, seed, tools)
         self.completions.append(completion)
         return completion
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -96,9 +96,30 @@ def rollout_metrics(outputs: GenerateOutputs, environments: Collection[str] = ()
         counts=counts,
         failures=failures,
         rollouts=rollouts,
+        tools=_tool_metrics(outputs.trajectories),
         parts=metrics_below("reward_parts", parts),
         rewards_of=metrics_below("reward_of", {name: float(np.mean(each)) for name, each in rewarded.items()}),
         rollouts_of=metrics_below("rollouts_of", {name: len(each) for name, each in rewarded.items()}),
+    )
+
+
+def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of tool calls; empty if there are none.
+
+    They are the share of rollouts in which a tool returned something, calls of a rollout, and the share of calls with
+    each status and of each tool.
+    """
+    called = [[call for turn in one.turns for call in turn.tool_calls] for one in trajectories]
+    calls = [call for each in called for call in each]
+    if not calls:
+        return {}
+    used = sum(any(call.status == "ok" for call in each) for each in called)
+    statuses = Counter(call.status for call in calls)
+    names = Counter(call.name for call in calls if call.status not in ("malformed", "unknown"))
+    return merged(
+        rollouts={"tools/used": used / len(called), "tools/calls": len(calls) / len(called)},
+        statuses=metrics_below("tool_status", {name: count / len(calls) for name, count in statuses.items()}),
+        names=metrics_below("tool_of", {name: count / len(calls) for name, count in names.items()}),
     )
 
 

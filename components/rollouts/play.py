@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,16 +21,24 @@ from armature.components.contracts.episodes import Environment, Observation, Out
 from armature.components.contracts.errors import DataError, RolloutFailed
 from armature.components.contracts.images import VIDEO, EncodedImage, ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
+from armature.components.contracts.tool_calls import CalledTool, ToolCall, ToolResult, Tools
 from armature.components.environments.guarded import GuardedEpisode
 from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.inference.client import Completion, GenerationFailure, Message, ReservedToken, Sampling
+from armature.components.inference.tool_calls import ToolFormat
 
 
 class Generator(Protocol):
     """A source of answers to chat messages: the server pool, or a scripted policy."""
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """Sample one assistant message after `messages`.
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The format of the model's tool calls. It is read for environments with tools only."""
+
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Completion:
+        """Sample one assistant message after `messages`. `tools` are schemas that the chat template renders.
 
         The members of a group call this at the same time with consecutive seeds. If their messages are equal, one
         request to a server can sample for all of them.
@@ -63,6 +72,10 @@ class SharedImages:
         except DataError as error:
             raise RolloutFailed("bad_image", error.what) from error
 
+    def read(self, refs: Sequence[ImageRef]) -> list[EncodedImage]:
+        """Return stored images."""
+        return [EncodedImage(self._store.read(ref), ref.media_type) for ref in refs]
+
     def _put(self, image: EncodedImage) -> tuple[ImageRef, str]:
         ref = self._store.put(image)
         return ref, EncodedImage(self._store.read(ref), ref.media_type).url
@@ -75,17 +88,22 @@ class Conversation:
         messages: chat messages for the server.
         images: the images in `messages`, in order of appearance.
 
-    With `dialogue`, the chat grows with every turn; without it, each observation replaces the earlier turns.
+    With `dialogue`, the chat grows with every turn; without it, each observation replaces the earlier turns, and
+    results of tools between them. `instruction` is added to the system message, or is one.
     """
 
-    def __init__(self, system_prompt: str | None, shared: SharedImages, dialogue: bool) -> None:
-        self._shared, self._dialogue = shared, dialogue
+    def __init__(self, system_prompt: str | None, shared: SharedImages, dialogue: bool, instruction: str = "") -> None:
+        self._shared, self._dialogue, self._instruction = shared, dialogue, instruction
         self._beginning = 0 if system_prompt is None else 1
         self._unread: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
         self.images: tuple[ImageRef, ...] = ()
         if system_prompt is not None:
-            self._append({"role": "system", "content": system_prompt})
+            self._instruct(system_prompt)
+
+    def _instruct(self, text: str) -> None:
+        content = "\n\n".join(filter(None, [text, self._instruction]))
+        self._append({"role": "system", "content": content})
 
     def _append(self, message: dict[str, Any]) -> None:
         self.messages.append(message)
@@ -101,16 +119,43 @@ class Conversation:
         if not self._dialogue:
             del self.messages[self._beginning :]
             self.images = ()
+        if self._instruction and not self.messages and not any(one.role == "system" for one in observation.earlier[:1]):
+            self._instruct("")
+            self._beginning = 1
         for message in observation.earlier:
             if message.role == "user":
                 await self._show(message.content)
-            elif message.role == "system" and self.messages:
-                raise RolloutFailed("environment_error", "a system message is not the first message")
+            elif message.role == "system":
+                if self.messages:
+                    raise RolloutFailed("environment_error", "a system message is not the first message")
+                self._instruct("".join(map(str, message.content)))
             else:
                 self._append({"role": message.role, "content": "".join(map(str, message.content))})
         await self._show(observation.content)
 
-    async def _show(self, content: tuple[str | EncodedImage, ...]) -> None:
+    async def show_results(self, form: ToolFormat, called: Sequence[tuple[ToolCall, ToolResult]]) -> None:
+        """Append the results of the calls in the policy's answer, in order.
+
+        Raises:
+            RolloutFailed: `bad_image` if an image is invalid.
+        """
+        user: list[str | EncodedImage] = []
+        for number, (call, result) in enumerate(called):
+            content = [form.shown(part) if isinstance(part, str) else part for part in result.content]
+            if form.renders_results:
+                name = {"tool_call_id": f"call_{number}", "name": call.name or "unknown"}
+                await self._show(tuple(content), "tool", name)
+            else:
+                user += ["<tool_response>\n", *content, "\n</tool_response>", "\n" * (number + 1 < len(called))]
+        if user:
+            await self._show(tuple(filter(None, user)))
+
+    async def _show(
+        self,
+        content: tuple[str | EncodedImage, ...],
+        role: str = "user",
+        entries: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         sent: list[dict[str, Any]] = []
         shown: list[dict[str, Any]] = []
         for part in content:
@@ -123,8 +168,8 @@ class Conversation:
                 kind = "video_url" if ref.media_type == VIDEO else "image_url"
                 sent.append({"type": kind, kind: {"url": url}})
                 shown.append({"type": "image", "sha256": ref.sha256})
-        self.messages.append({"role": "user", "content": sent})
-        self._unread.append({"role": "user", "content": shown})
+        self.messages.append({"role": role, "content": sent, **entries})
+        self._unread.append({"role": role, "content": shown})
 
     def answer(self, text: str) -> None:
         """Append the policy's answer to the chat."""
@@ -190,7 +235,7 @@ class EpisodeRunner:
         facts, environment, own = self._played(task)
         episode = GuardedEpisode(environment, own, self.environment_timeout)
         try:
-            turns, done = await self._turns(facts, episode, place)
+            turns, done = await self._turns(facts, episode, place, getattr(environment, "tools", None))
         except BaseException:
             with suppress(RolloutFailed):  # the first failure is the one to report
                 await episode.close()
@@ -220,18 +265,24 @@ class EpisodeRunner:
         return replace(environment_info(environment), name=name), environment, own
 
     async def _turns(
-        self, facts: EnvironmentInfo, episode: GuardedEpisode, place: RolloutId
+        self, facts: EnvironmentInfo, episode: GuardedEpisode, place: RolloutId, tools: Tools | None
     ) -> tuple[list[Turn], bool]:
-        conversation = Conversation(facts.system_prompt, self.images, facts.dialogue)
+        schemas = () if tools is None else tools.schemas
+        form = ToolFormat() if tools is None else self.pool.tool_format
+        instruction = form.instruction(schemas) if schemas else ""
+        conversation = Conversation(facts.system_prompt, self.images, facts.dialogue, instruction)
+        offered = schemas if form.renders_tools else ()
         turns: list[Turn] = []
+        calls_left, steps = 0 if tools is None else tools.max_calls, 0
         clock = time.perf_counter()
-        observation = await episode.reset()
+        observation: Observation | None = await episode.reset()
         environment_seconds = time.perf_counter() - clock
-        for index in range(facts.max_turns):
-            await conversation.observe(observation)
+        while steps < facts.max_turns:
+            if observation is not None:
+                await conversation.observe(observation)
             clock = time.perf_counter()
             try:
-                generated = await self._generate(conversation, place.request_seed(self.seed, index))
+                generated = await self._generate(conversation, place.request_seed(self.seed, len(turns)), offered)
             except RolloutFailed as failed:
                 if turns and (failed.reason == "prompt_too_long" or _policy_wrote(failed, turns)):
                     # The policy itself has filled or spoiled its context. End the episode and keep its rewards, as if
@@ -240,12 +291,21 @@ class EpisodeRunner:
                 raise
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
+            calls = form.calls(generated.text, schemas) if calls_left else []
             clock = time.perf_counter()
-            outcome = await episode.step(generated.text)
+            if calls:
+                assert tools is not None
+                outcome = Outcome(None)
+                results = await self._called(tools, calls, calls_left, conversation.images)
+                calls_left = max(0, calls_left - len(calls))
+            else:
+                steps, results = steps + 1, []
+                outcome = await episode.step(generated.text)
             environment_seconds += time.perf_counter() - clock
+            shown = observation or Observation(())
             turns.append(
                 Turn(
-                    index=index,
+                    index=len(turns),
                     prompt_token_ids=generated.prompt_token_ids,
                     completion_token_ids=generated.token_ids,
                     completion_logprobs=generated.logprobs,
@@ -256,22 +316,40 @@ class EpisodeRunner:
                     completion=generated.text,
                     reward=_reward(outcome, episode.reward_weights),
                     reward_parts=outcome.reward_parts,
-                    anchor_key=observation.anchor_key,
-                    admissible_key=observation.admissible_key,
+                    anchor_key=shown.anchor_key,
+                    admissible_key=shown.admissible_key,
                     action_defect=outcome.action_defect,
                     generate_seconds=generate_seconds,
                     environment_seconds=environment_seconds,
                     experts=generated.experts,
+                    tool_calls=tuple(CalledTool(call.name[:80], result.status) for call, result in results),
                 )
             )
-            if outcome.observation is None:
+            environment_seconds = 0.0
+            if calls:
+                observation = None
+                await conversation.show_results(form, results)
+            elif outcome.observation is None:
                 return turns, True
-            observation, environment_seconds = outcome.observation, 0.0
+            else:
+                observation = outcome.observation
         return turns, False
 
-    async def _generate(self, conversation: Conversation, seed: int) -> Completion:
+    async def _called(
+        self, tools: Tools, calls: Sequence[ToolCall], calls_left: int, shown: Sequence[ImageRef]
+    ) -> list[tuple[ToolCall, ToolResult]]:
+        """Run the calls of a turn, one after the other. They see the images that were shown before the turn."""
+        images = await asyncio.to_thread(self.images.read, shown)
+        none_left = ToolResult("no_calls_left", ("Error: no calls are left",))
+        return [
+            (call, await tools.call(call, images) if number < calls_left else none_left)
+            for number, call in enumerate(calls)
+        ]
+
+    async def _generate(self, conversation: Conversation, seed: int, tools: Sequence[Mapping[str, Any]]) -> Completion:
+        offered = {"tools": tools} if tools else {}  # scripted policies need not know of tools
         try:
-            generated = await self.pool.complete(conversation.messages, self.sampling, seed)
+            generated = await self.pool.complete(conversation.messages, self.sampling, seed, **offered)
         except GenerationFailure as failure:
             raise RolloutFailed(failure.reason, str(failure)) from failure
         logprobs, tokens = generated.logprobs, generated.token_ids
@@ -283,7 +361,10 @@ class EpisodeRunner:
 
 
 def _policy_wrote(failed: RolloutFailed, turns: list[Turn]) -> bool:
-    """Return True if the request failed because an earlier answer of the policy contains a reserved token."""
+    """Return True if the request failed because an earlier answer of the policy contains a reserved token, or called
+    for more images than the server accepts."""
+    if failed.reason == "too_many_images":
+        return any(turn.tool_calls for turn in turns)
     cause = failed.__cause__
     return isinstance(cause, ReservedToken) and any(cause.token in turn.completion for turn in turns)
 

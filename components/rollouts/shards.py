@@ -212,6 +212,7 @@ class RolloutWorkers:
             max_model_len=limits.max_model_len,
             placeholders=limits.placeholders,
             experts=limits.experts,
+            tool_format=pool.tool_format,
         ).model_dump(mode="json")
         env = {PROJECT: str(project_folder().resolve())} if PROJECT in os.environ else {}
         self._workers = WorkerPool(

@@ -21,10 +21,11 @@ from armature.components.artifacts.tables import (
 )
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
+from armature.components.contracts.tool_calls import CalledTool
 
 ROLLOUTS = TableSchema(
     "rollouts",
-    4,
+    5,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -50,6 +51,7 @@ ROLLOUTS = TableSchema(
             ("generate_seconds", pa.float64()),
             ("environment_seconds", pa.float64()),
             ("experts", pa.binary()),
+            ("tool_calls", pa.list_(pa.struct([("name", pa.string()), ("status", pa.string())]))),
         ]
     ),
 )
@@ -69,6 +71,7 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
         "turn": [turn.index for _, turn in turns],
         "images": [[asdict(image) for image in turn.images] for _, turn in turns],
         "experts": [packed_array(turn.experts) for _, turn in turns],
+        "tool_calls": [[asdict(call) for call in turn.tool_calls] for _, turn in turns],
         "reward_parts": [list(turn.reward_parts.items()) for _, turn in turns],
     }
     for name in ("group_id", "trajectory_id", "environment", "task_id", "split", "truncated"):
@@ -130,6 +133,7 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
             images=tuple(ImageRef(**image) for image in row["images"]),
             reward_parts=dict(row["reward_parts"]),
             experts=unpacked_array(row["experts"]),
+            tool_calls=tuple(CalledTool(**call) for call in row["tool_calls"]),
             **{name: row[name] for name in _PLAIN},
         )
         for row in rows
@@ -145,4 +149,4 @@ def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
     )
 
 
-_PLAIN = sorted(set(Turn.__dataclass_fields__) - {"index", "images", "reward_parts", "experts"})
+_PLAIN = sorted(set(Turn.__dataclass_fields__) - {"index", "images", "reward_parts", "experts", "tool_calls"})

@@ -25,6 +25,7 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.inference.direct_access import DirectServers, ServerAccess
 from armature.components.inference.requests import AnswerLimits
 from armature.components.inference.settings import SamplingSettings
+from armature.components.inference.tool_calls import ToolFormat
 from armature.components.machine.workers.channel import serve
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.table import write_rollouts
@@ -48,6 +49,7 @@ class WorkerPlan(Settings):
     max_model_len: int
     placeholders: tuple[str, ...]
     experts: tuple[int, int, int] | None
+    tool_format: ToolFormat
 
     @property
     def limits(self) -> AnswerLimits:
@@ -94,6 +96,7 @@ class RolloutWorker:
                 self._plan.limits,
                 machine.limits.max_concurrent,
                 machine.limits.generation_timeout,
+                self._plan.tool_format,
             )
             try:
                 outputs = asyncio.run(self._collect(borrowed, step, first_group, [Task(**task) for task in tasks]))

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -20,6 +21,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, TokenIds, Trajectory
 from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling
 from armature.components.inference.settings import EvaluationSamplingSettings
+from armature.components.inference.tool_calls import ToolFormat, tool_format_of
 from armature.components.models.adapters.collate import video_arguments
 from armature.components.rollouts.collect import allow_episodes
 from armature.components.rollouts.play import EpisodeRunner, RolloutId, SharedImages
@@ -54,8 +56,16 @@ class PromptWriter:
         self._processor = processor
         self._lock = Lock()  # a fast tokenizer raises an error when two threads use it at once
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """Return the prompt (P,) of the next assistant message, with image placeholders expanded."""
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The format of the model's tool calls."""
+        return tool_format_of(self._processor.chat_template or "")
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> TokenIds:
+        """Return the prompt (P,) of the next assistant message, with image placeholders expanded.
+
+        `tools` are schemas that the chat template renders.
+        """
         parts = [part for message in messages for part in _parts(message)]
         shown: dict[str, Any] = {}
         if images := [_encoded(part) for part in parts if part["type"] == "image_url"]:
@@ -64,7 +74,9 @@ class PromptWriter:
             shown |= video_arguments(videos)
         chat = [{**message, "content": [_for_template(part) for part in _parts(message)]} for message in messages]
         with self._lock:
-            text = self._processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            text = self._processor.apply_chat_template(
+                chat, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            )
             if shown:
                 ids = self._processor(text=[text], add_special_tokens=False, **shown)["input_ids"][0]
             else:
@@ -102,7 +114,13 @@ class Demonstrator:
     def __init__(self, answers: Sequence[str], writer: PromptWriter) -> None:
         self._answers, self._writer = deque(answers), writer
 
-    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self._writer.tool_format
+
+    async def complete(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Completion:
         """Return the next prepared answer as a completion.
 
         Raises:
@@ -111,7 +129,7 @@ class Demonstrator:
         if not self._answers:
             raise GenerationFailure("the demonstration's answers end before the episode", reason="goal_not_reached")
         text = self._answers.popleft()
-        prompt = await asyncio.to_thread(self._writer.prompt, messages)
+        prompt = await asyncio.to_thread(self._writer.prompt, messages, tools)
         tokens = self._writer.answer(text)
         certain = np.zeros(len(tokens), dtype=np.float32)
         return Completion(prompt, tokens, certain, text, "stop", 0, "expert", 0.0)
