@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from armature.components.contracts.settings import Settings
     from armature.components.environments.generated import GeneratedEnvironment
     from armature.components.environments.make import make_environment
+    from armature.components.environments.tools.box import ToolBox
+    from armature.components.environments.tools.tool import ToolError
     from armature.components.evaluation.results import EpisodeResult, accuracy, collect_results
     from armature.components.inference.pool import ServerPool
     from armature.components.machine.project import project_path
@@ -73,6 +75,8 @@ __all__ = [
     "Settings",
     "Task",
     "TerminalEvents",
+    "ToolBox",
+    "ToolError",
     "TrainerClient",
     "TrainerPolicySettings",
     "VLATrainerSettings",
@@ -125,6 +129,8 @@ _MODULES = {
     "Settings": "armature.components.contracts.settings",
     "Task": "armature.components.contracts.episodes",
     "TerminalEvents": "armature.components.configuration.stages",
+    "ToolBox": "armature.components.environments.tools.box",
+    "ToolError": "armature.components.environments.tools.tool",
     "TrainerClient": "armature.components.vlm.client",
     "TrainerPolicySettings": "armature.components.vlm.client",
     "VLATrainerSettings": "armature.components.robots.imitation.settings",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, zip_longest
 from math import ceil
@@ -14,7 +14,13 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 from armature.components.contracts.episodes import Environment, Episode, Split, Task
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.settings import Settings
-from armature.components.environments.make import environment_sources, make_environment, refuse_ahead
+from armature.components.contracts.tool_calls import Tools
+from armature.components.environments.make import (
+    ToolEnvironment,
+    environment_sources,
+    make_environment,
+    refuse_ahead,
+)
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.machine.hub import COMMIT
 
@@ -192,6 +198,18 @@ class EnvironmentMixture:
     def close(self) -> None:
         for part in self.parts.values():
             part.environment.close()
+
+
+def with_tools(environment: Environment, tools: Tools) -> Environment:
+    """Return an environment that offers `tools`. In a mixture, each of its environments does."""
+    if isinstance(environment, EnvironmentMixture):
+        environment.parts = {
+            name: replace(part, environment=with_tools(part.environment, tools))
+            for name, part in environment.parts.items()
+        }
+        return environment
+    made: Any = ToolEnvironment(environment, tools)
+    return made
 
 
 def _named(name: str, task: Task, repetition: int) -> Task:

@@ -64,10 +64,10 @@ def _after_space(text: str, at: int) -> int:
 
 def _typed(name: str, values: Mapping[str, str], schemas: Schemas) -> dict[str, Any]:
     """Return arguments that are written as text: a text as it is, other types of the schema as JSON."""
-    known = {each["function"]["name"]: each["function"]["parameters"].get("properties", {}) for each in schemas}
+    types = {each["function"]["name"]: each["function"]["parameters"].get("properties", {}) for each in schemas}
     arguments: dict[str, Any] = dict(values)
     for key, text in values.items():
-        kind = known.get(name, {}).get(key, {}).get("type", "string")
+        kind = types.get(name, {}).get(key, {}).get("type", "string")
         if "string" not in ([kind] if isinstance(kind, str) else kind):
             with suppress(Malformed):  # the tool's schema then refuses the text
                 value, end = _json_at(text, 0)
@@ -210,7 +210,7 @@ class ToolFormat(Settings):
     def calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
         """Return the calls in a completion, in order. Nothing is read after a malformed call, or in thoughts."""
         _, begin, end, read = _FORMATS[self.name]
-        found, at, thought = list[ToolCall](), 0, text.find(THOUGHT)
+        calls, at, thought = list[ToolCall](), 0, text.find(THOUGHT)
         while (at := text.find(begin, at)) >= 0:
             try:
                 name, arguments, stop = read(text, at + len(begin), schemas)
@@ -222,14 +222,14 @@ class ToolFormat(Settings):
             if at < thought and stop < thought:
                 at = thought
                 continue
-            found.append(call)
+            calls.append(call)
             if call.defect:
-                return found
+                return calls
             at = stop
         rest = text[text.rfind("<") :] if "<" in text else ""
         if len(rest) > len("<tool") and begin.startswith(rest) and begin != rest:
-            found.append(ToolCall("", defect="it is cut off"))
-        return found
+            calls.append(ToolCall("", defect="it is cut off"))
+        return calls
 
     def instruction(self, schemas: Schemas) -> str:
         """Return the text of the system prompt that describes the tools; empty if the chat template renders them."""

@@ -31,7 +31,9 @@ from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import StageContext
 from armature.components.environments.make import environment_sources, make_environment
+from armature.components.environments.mixture import with_tools
 from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.tools.box import ToolBox, tool_sources
 from armature.components.inference.command import placeholder_token_ids, vocabulary
 from armature.components.inference.pool import ServerPool
 from armature.components.machine.hub import commit_of
@@ -123,6 +125,8 @@ class MultimodalGRPOTrainer:
             `on_log`, `on_evaluate`, `on_save`, `on_train_end`. `control.should_training_stop` ends the training after
             the step.
         report_to: trackers that receive metrics, options and rollouts: `tensorboard`, `trackio`, `wandb`.
+        tools: typed functions that the model can call, or their names (`zoom`, or MODULE:FUNCTION); see `ToolBox`.
+        max_tool_calls: number of calls in an episode.
 
     Raises:
         ConfigurationError: `config` and `train_dataset` are missing, rewards and data do not fit, or an argument is
@@ -150,6 +154,8 @@ class MultimodalGRPOTrainer:
         server: str | None = None,
         callbacks: Any = (),
         report_to: str | Sequence[str] | None = (),
+        tools: Sequence[Any] = (),
+        max_tool_calls: int = 4,
         **unknown: Any,
     ) -> None:
         refuse_unknown_arguments(unknown)
@@ -189,6 +195,11 @@ class MultimodalGRPOTrainer:
             )
         self._arguments = model, tokenizer, adapter
         self._callbacks = made_callbacks(callbacks)
+        self._tool_names = [each for each in tools if isinstance(each, str)]
+        self._tools = None
+        if tools:
+            functions = [each for each in tools if not isinstance(each, str)]
+            self._tools = ToolBox(self._tool_names, functions, max_calls=max_tool_calls)
         report_to = () if report_to in (None, "none") else report_to
         self._report_to = list(map(str, report_to)) if isinstance(report_to, list | tuple) else [str(report_to)]
         refuse_missing_trackers(self._report_to, "report_to")
@@ -354,15 +365,19 @@ class MultimodalGRPOTrainer:
         """
         self._set_tasks()
         config, settings, opened = self.config, self.config.settings(), self._opened
+        assert self.environment is not None
+        assert self._examined is not None
         made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
         played = [made_from, self._played, config.primary_reward_key]
+        if self._tools is not None:
+            played += [self._tools.max_calls, self._tools.schemas, tool_sources(self._tool_names)]
+            self.environment = with_tools(self.environment, self._tools)
+            self._examined = with_tools(self._examined, self._tools)
         if (heldout := config.heldout_set()) is not None:
             played.append(heldout.model_dump(mode="json", exclude={"patience"}))
         self._key = document_digest(played)[:20]
         if self._data is not None:
             refuse_other_data(config.folder, document_digest(self._played))
-        assert self.environment is not None
-        assert self._examined is not None
         with (
             closing(self.environment) as environment,
             closing(self._examined) as examined,

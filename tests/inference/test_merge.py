@@ -30,7 +30,9 @@ class Recorder:
         self.requests: list[tuple[str, int, int]] = []
         self.cancelled = 0
 
-    async def sample(self, messages: Sequence[Any], sampling: SamplingSettings, seed: int, n: int) -> list[Any]:
+    async def sample(
+        self, messages: Sequence[Any], sampling: SamplingSettings, seed: int, n: int, tools: Sequence[Any]
+    ) -> list[Any]:
         prompt = messages[0]["content"]
         self.requests.append((prompt, seed, n))
         try:
