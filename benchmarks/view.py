@@ -69,6 +69,7 @@ def _write(folder: Path, step: int) -> None:
         "completion_logprobs": list(random.normal(-1, 0.1, (n, TOKENS)).astype(np.float32)),
         "finish_reason": ["stop"] * n,
         "experts": [None] * n,
+        "tool_calls": [[]] * n,
         "images": [[]] * n,
         "messages": ["[]"] * n,
         "completion": [" ".join(words) for words in random.choice(WORDS, (n, TOKENS))],

@@ -24,7 +24,7 @@ class DotSettings(ColorImageSettings):
     """Column and row of the dot."""
     noise: float = Field(0.0, ge=0, le=255)
     """Standard deviation of the noise that each channel of the dot gets, in levels from 0 to 255."""
-    question: str = Field("What colour is the dot?", min_length=1)
+    question: str = Field("What color is the dot?", min_length=1)
     """Question that is shown below the image."""
 
     @model_validator(mode="after")
