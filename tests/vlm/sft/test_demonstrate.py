@@ -58,7 +58,7 @@ class CountingEpisode:
 class Letters:
     """A prompt writer whose tokens are the bytes of a text. The token 0 ends an answer."""
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> TokenIds:
         text = "".join(
             part["text"] + ("\0" if message["role"] == "assistant" else "")
             for message in messages
