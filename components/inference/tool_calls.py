@@ -278,7 +278,7 @@ def tool_format_of(template: str, reserved: tuple[str, ...] = ()) -> ToolFormat:
 
 
 def _template(folder: Path) -> str:
-    """Return the text of the chat template; empty if there is none."""
+    """Return the text of the chat template; empty without one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_bytes(file, LARGEST_TEMPLATE).decode()
