@@ -104,7 +104,7 @@ def refuse_ahead(settings: EnvironmentSettings, kind_field: str, most_images: in
         tools.close()
     if (shown := getattr(factory, "most_videos", 0)) > most_videos:
         raise ConfigurationError(
-            f"the environment {settings.name!r} shows {shown} videos in a prompt, but servers accept {most_videos}",
+            f"servers accept {most_videos} videos in a prompt, fewer than the environment {settings.name!r} shows",
             code="too_many_videos",
             where="inference.max_videos_per_prompt",
             remedy=f"set inference.max_videos_per_prompt = {shown}",

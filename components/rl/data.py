@@ -317,8 +317,8 @@ class WrittenParts:
 
     @property
     def sources(self) -> dict[str, str]:
-        found = {name: part.sources for name, part in self.parts.items()}
-        return {f"{name}/{source}": digest for name, each in found.items() for source, digest in each.items()}
+        digests = {name: part.sources for name, part in self.parts.items()}
+        return {f"{name}/{source}": digest for name, each in digests.items() for source, digest in each.items()}
 
     def environment(self, seed: int, heldout_tasks: int, processes: int) -> Environment:
         most = ceil(heldout_tasks / len(self.parts))

@@ -61,7 +61,9 @@ def default_processes() -> int:
     return max(1, gpu_count() // 2)
 
 
-def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tuple[Machine, ServerSettings]:
+def serving(
+    machine: Machine, weights: Path, most_images: int, bf16: bool, most_videos: int = 0
+) -> tuple[Machine, ServerSettings]:
     """Return the machine with servers that the training starts, and their settings.
 
     The first GPUs train, and each other GPU has a server. If all train, each GPU does both. Servers of a family with
@@ -72,6 +74,8 @@ def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tu
         weights: folder of the model.
         most_images: largest number of images and videos in a prompt, if known, otherwise 0.
         bf16: whether the weights are served in bf16, as they are trained, and not in fp32.
+        most_videos: number of videos that a prompt of the environment shows, if known. A family without videos is
+            refused before its server starts.
     """
     gpus, ranks = gpu_count(), machine.trainer.processes
     free = range(ranks, gpus)
@@ -80,7 +84,8 @@ def serving(machine: Machine, weights: Path, most_images: int, bf16: bool) -> tu
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if bf16 else "float32"
     served = ServerSettings(max_model_len=min(LONGEST_SERVED, longest_sequence(weights)), dtype=dtype)
     most = max(served.max_images_per_prompt, most_images)
-    shown = {"max_images_per_prompt": most, "max_videos_per_prompt": most if takes_videos(weights) else 0}
+    videos = max(most, most_videos) if takes_videos(weights) else most_videos
+    shown = {"max_images_per_prompt": most, "max_videos_per_prompt": videos}
     return machine.model_copy(update={"servers": servers}), served.model_copy(update=shown)
 
 

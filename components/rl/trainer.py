@@ -229,7 +229,8 @@ class MultimodalGRPOTrainer:
         weights = locate(self._source.source, self._source.revision)
         if self._server == "auto":
             most_images = self._rows.most_images if self._rows else 0
-            self.machine, self.served = serving(self.machine, weights, most_images, config.bf16)
+            most_videos = getattr(self.environment, "most_videos", 0)
+            self.machine, self.served = serving(self.machine, weights, most_images, config.bf16, most_videos)
         torch.manual_seed(config.seed)
         network, tokenizer = self._loaded(model, tokenizer, processes)
         tqdm.write("Initializing MultimodalGRPOTrainer")

@@ -43,12 +43,12 @@ def test_color_image_is_noisy_and_nearest_to_its_color(color: str) -> None:
 
 def columns(way: str, seed: int, settings: MotionSettings) -> list[int]:
     """Return the square's left column in each frame. A square that leaves at the right side goes on at the left one."""
-    found = []
+    places = []
     for frame in decode_video(moving_square(way, seed, settings)).frames:
         bright = np.asarray(frame, dtype=float).mean(axis=(0, 2))
         around = np.concatenate([bright, bright[: settings.square - 1]])
-        found.append(int(np.convolve(around, np.ones(settings.square), "valid").argmax()))
-    return found
+        places.append(int(np.convolve(around, np.ones(settings.square), "valid").argmax()))
+    return places
 
 
 def test_square_moves_its_way_from_any_column_around() -> None:

@@ -114,6 +114,7 @@ def test_gpus_of_a_script_are_divided_between_ranks_and_servers(driver, tmp_path
     assert machine.servers.gpus == tuple((number,) for number in range(count // 2, count))
     assert (served.max_model_len, served.max_images_per_prompt, served.dtype) == (4096, 20, "bfloat16")
     assert served.max_videos_per_prompt == 0
+    assert serving(half, tmp_path, most_images=20, bf16=True, most_videos=1)[1].max_videos_per_prompt == 1
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl", "max_position_embeddings": 4096}')
     assert serving(half, tmp_path, most_images=20, bf16=True)[1].max_videos_per_prompt == 20
     machine, served = serving(with_ranks(Machine(), count), tmp_path, 0, bf16=False)
