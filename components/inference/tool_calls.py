@@ -219,7 +219,7 @@ class ToolFormat(Settings):
                 call, stop = ToolCall(name, arguments), stop + len(end)
             except Malformed as error:
                 call, stop = ToolCall("", defect=str(error)), at
-            if at < thought and stop < thought:
+            if at < thought and stop <= thought:
                 at = thought
                 continue
             calls.append(call)

@@ -121,7 +121,7 @@ class ToolBox:
             return failed("timeout", f"no result within {self._timeout:g} s")
 
     def _ask(self, worker: Worker, name: str, arguments: dict[str, Any], images: dict[str, Any]) -> ToolResult:
-        ask = partial(worker.call, "call", name, arguments, images, reply=REPLY)
+        ask = partial(worker.call, "call", name, arguments, images, reply=REPLY, timeout=self._timeout)
         try:
             try:
                 _begin(worker)

@@ -37,8 +37,9 @@ class ToolHandler:
         try:
             result = run_tool(self._tools[name], arguments, shown)
         finally:
-            for child in self._process.children(recursive=True):
+            for child in (left := self._process.children(recursive=True)):
                 child.kill()
+            psutil.wait_procs(left, timeout=1.0)
         content = [one if isinstance(one, str) else np.frombuffer(one.data, np.uint8) for one in result.content]
         return {"status": result.status, "content": content}
 
