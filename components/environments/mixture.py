@@ -192,8 +192,8 @@ class EnvironmentMixture:
     def demonstration(self, task: Task) -> list[str]:
         """Return the answers that solve `task`; empty if its environment has no demonstrations."""
         _, environment, own = self.part_of(task)
-        known: Any = getattr(environment, "demonstration", lambda task: [])
-        return list(known(own))
+        solve: Any = getattr(environment, "demonstration", lambda task: [])
+        return list(solve(own))
 
     def close(self) -> None:
         for part in self.parts.values():
@@ -249,7 +249,7 @@ class MixtureEnvironment(EnvironmentMixture):
     def sources(settings: MixtureSettings) -> dict[str, str]:
         """Return digests of the code and data of all environments, by `environment/source`."""
         each = {name: environment_sources(part) for name, part in settings.parts.items()}
-        return {f"{name}/{source}": digest for name, found in each.items() for source, digest in found.items()}
+        return {f"{name}/{source}": digest for name, digests in each.items() for source, digest in digests.items()}
 
     @staticmethod
     def refuse_ahead(settings: MixtureSettings, kind_field: str, most_images: int, most_videos: int) -> None:

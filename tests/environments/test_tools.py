@@ -11,14 +11,19 @@ import psutil
 import pytest
 from PIL import Image
 
+from armature import load_recipe
 from armature.components.artifacts.images import decode, encode_png
 from armature.components.contracts.tool_calls import ToolCall, ToolResult
+from armature.components.environments.dot import DotSettings, dotted_image
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.tools.box import ToolBox
+from armature.components.environments.tools.standard import zoom
 from armature.components.environments.tools.tool import Tool
+from armature.components.inference.tool_calls import ToolFormat
 from armature.components.machine.project import project
 from tests.refusals import refused
+from tests.size import ROOT
 
 MODULE = '''
 import asyncio, os, time
@@ -180,3 +185,28 @@ def test_rejects_equal_names_and_tools_of_a_mixture() -> None:
     offered = {name: hasattr(part.environment, "tools") for name, part in environment.parts.items()}
     assert offered == {"a": False, "b": True}
     environment.close()
+
+
+def test_function_of_the_docs_is_a_tool() -> None:
+    page = (ROOT / "docs/tools.md").read_text()
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    here = ToolBox(functions=[names["enlarge"]])
+    (image,) = call(here, "enlarge", left=0, top=0, size=4).content
+    assert decode(image).size == (448, 448)  # type: ignore[arg-type]
+    assert call(here, "enlarge", left=9, top=0).status == "error"
+    assert here.schemas[0]["function"]["parameters"]["required"] == ["left", "top"]
+
+
+def test_recipe_teaches_the_system_prompt_and_images_in_which_no_dot_is_visible() -> None:
+    recipe = load_recipe("train-vlm/zoom-tiny")
+    model, environment = recipe.sections["model"], recipe.sections["environment"]
+    box = ToolBox(environment.tools)
+    assert model.tiny.format.system == ToolFormat().instruction(box.schemas)
+    box.close()
+    settings = DotSettings.model_validate(environment.args)
+    side, where = model.tiny.image_side, [*settings.dot, *(each + 1 for each in settings.dot)]
+    images = [decode(dotted_image(color, seed, settings)) for seed, color in enumerate(settings.names)]
+    shrunk = {image.resize((side, side), Image.Resampling.BICUBIC).tobytes() for image in images}
+    assert len(shrunk) == 1
+    assert len({zoom(image, where).resize((side, side)).tobytes() for image in images}) == len(settings.names)
