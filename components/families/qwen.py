@@ -238,6 +238,7 @@ QWEN3_VL_MOE = replace(
     name="qwen3-vl-moe",
     model_type="qwen3_vl_moe",
     wrap_classes=("Qwen3VLMoeTextDecoderLayer", "Qwen3VLMoeVisionBlock"),
+    served_adapters=(),  # with adapters vLLM (0.32) ends on CPU at the first request
     served_entries={"text_config.norm_topk_prob": True},
     tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_moe, _PROCESSOR_3),
 )

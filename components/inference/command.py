@@ -355,9 +355,8 @@ def _check_entries(model: Path) -> None:
                 f"vLLM does not compute this model as transformers does if {path} is {json.dumps(value)}",
                 code="served_entry_missing",
                 where=str(model / "config.json"),
-                remedy="write the value of the released checkpoint into the file"
-                + (f": {json.dumps(needed)}" if needed is not None else "")
-                + ". transformers leaves the entry out of a new configuration",
+                remedy="write the value of the released checkpoint into the file; transformers omits it in a new "
+                "configuration" + (f". Only {json.dumps(needed)} can be served" if needed is not None else ""),
             )
 
 

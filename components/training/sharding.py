@@ -118,11 +118,26 @@ def blocks(model: nn.Module, family: Family, dtype: torch.dtype | None) -> Itera
             inside = set(module.modules())
             yield module, dtype
             break
-    names = frozenset(family.wrap_classes)
-    for module in reversed(list(model.modules())):
-        if type(module).__name__ in names and module not in inside:
+    for module in reversed(layers(model, family)):
+        if module not in inside:
             yield module, dtype
     yield model, dtype
+
+
+def layers(model: nn.Module, family: Family) -> list[nn.Module]:
+    """Return the modules of the family's `wrap_classes`, outer ones first.
+
+    A checkpoint may have another language model than the family's, such as Mistral in LLaVA. Then its layers are those
+    of the longest module list in it: without them FSDP would gather the whole language model at once.
+    """
+    wrapped = [module for module in model.modules() if type(module).__name__ in family.wrap_classes]
+    language = [module for name, module in model.named_modules() if name.endswith(family.language)]
+    inside = [module for part in language for module in part.modules()]
+    if not set(inside).intersection(wrapped):
+        lists = [list(module) for module in inside if isinstance(module, nn.ModuleList)]
+        longest: list[nn.Module] = max(lists, key=len, default=[])
+        wrapped += longest
+    return wrapped
 
 
 def n_parameters(module: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from armature.components.vlm import objectives
 from armature.components.vlm.objectives import OBJECTIVES
 from armature.components.vlm.settings import Aggregation, Objective
 from benchmarks import model_memory
+from tests import family_table
 from tests.error_table import PAGE, all_raised, page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +101,53 @@ def test_families() -> None:
     assert names(rows) == list(FAMILIES)
     for family, row in zip(FAMILIES.values(), rows, strict=True):
         assert f"`{family.model_type}`" in row[1] and ("bidirectional" in row[3]) == family.image_attention
+
+
+def test_tables_of_families_equal_recorded_results() -> None:
+    results = json.loads(family_table.RESULTS.read_text())
+    assert list(family_table.problems(results)) == [], "see tests/family_table.py"
+    assert family_table.PAGE.read_text() == family_table.page(), "run python -m tests.family_table"
+
+
+@pytest.mark.parametrize(
+    ("family", "cell", "change", "problem"),
+    [
+        ("qwen3.5", None, None, "qwen3.5, load: not measured"),
+        ("qwen2-vl", "video", None, "qwen2-vl, video: not measured"),
+        ("llava", "video", {"nats": 1e-6, "cases": {}}, "llava, video: measured, but declared impossible"),
+        ("gemma4", "untied", {"nats": 1e-6}, "gemma4, untied: measured, but declared impossible"),
+        ("molmo2", "adapters", {"nats": 1e-6, "scope": "all"}, "molmo2, adapters: measured for the scope all"),
+        ("llava", "adapters", {"nats": 1e-6, "scope": "all"}, "llava, adapters: measured for the scope all"),
+        ("pixtral", "shared", {"nats": 1e-3}, "pixtral, shared: 0.001 nats"),
+        ("pixtral", "shared", {"nats": float("nan")}, "pixtral, shared: nan nats"),
+        ("bert", "load", {}, "bert: not a family"),
+    ],
+)
+def test_results_that_contradict_families_are_found(family: str, cell: str | None, change: Any, problem: str) -> None:
+    results = json.loads(family_table.RESULTS.read_text())
+    if cell is None:
+        del results[family]
+    elif change is None:
+        del results[family][cell]
+    else:
+        results.setdefault(family, {})[cell] = change
+    assert problem in list(family_table.problems(results))
+
+
+def test_gpu_cell_has_difference_and_versions() -> None:
+    result = {
+        "nats": 0.05,
+        "kl": 1e-4,
+        "dtype": "bfloat16",
+        "device": "H200",
+        "versions": {"torch": "2.1", "vllm": "0.3"},
+    }
+    results = json.loads(family_table.RESULTS.read_text())
+    for entry, cell in (
+        (result, "✓ 5.0e-2, KL 1.0e-4; bfloat16, H200, vllm 0.3 torch 2.1"),
+        ({"reason": "too large"}, "too large"),
+    ):
+        assert family_table.row("qwen3.5", results["qwen3.5"] | {"gpu": entry})[7] == cell
 
 
 def test_lora() -> None:

@@ -15,12 +15,12 @@ from PIL import Image
 
 from armature.components.families.family import FAMILIES
 from armature.components.models.tiny import make_tiny_checkpoint
+from tests.family_table import ALL
 
 EVERY_FAMILY = tuple(FAMILIES)
-ALL = os.environ.get("ARMATURE_TEST_FAMILIES") == "all"
 BY_HAND = () if ALL else ("internvl3.5", "idefics3", "glm4v", "glm4v-moe", "gemma4")
 """Families whose slow tests run only with `ARMATURE_TEST_FAMILIES=all`, since each starts a server or trains.
-docs/models.md has the results."""
+docs/models.md has the results, see `tests.family_table`."""
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,11 +53,17 @@ def images() -> list[Image.Image]:
 
 
 class Engine:
-    """Client of a vLLM engine in another process, which answers one command at a time. See vllm_loop.py."""
+    """Client of a vLLM engine in another process, which answers one command at a time. See vllm_loop.py.
+
+    If the process has ended, the command "start" starts another one.
+    """
 
     def __init__(self, folder: Path) -> None:
-        ours, theirs = socket.socketpair()
         self._log = (folder / "vllm.log").open("w")
+        self._open()
+
+    def _open(self) -> None:
+        ours, theirs = socket.socketpair()
         with theirs:
             command = [PYTHON, Path(__file__).with_name("vllm_loop.py"), str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -66,6 +72,8 @@ class Engine:
         self._socket, self._lines = ours, ours.makefile("rw")
 
     def __call__(self, *command: Any) -> Any:
+        if command[0] == "start" and self._process.poll() is not None:
+            self._open()
         self._lines.write(json.dumps(command) + "\n")
         self._lines.flush()
         if not (line := self._lines.readline()):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from armature.components.families.family import COMPONENTS, FAMILIES, family_of, image_token_ids
+from armature.components.training.sharding import layers
 from tests.refusals import refused
 
 
@@ -15,7 +17,22 @@ def test_every_parameter_has_a_component_and_every_block_is_wrapped(name, checkp
     family = family_of(model.config)
     assert family.name == name
     assert {family.component_of(key) for key, _ in model.named_parameters()} == set(COMPONENTS)
-    assert set(family.wrap_classes) <= {type(module).__name__ for module in model.modules()}
+    assert {type(module).__name__ for module in layers(model, family)} == set(family.wrap_classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text_model", "layer"), [("llava", "mistral", "Mistral"), ("internvl", "qwen3_moe", "Qwen3Moe")]
+)
+def test_layers_of_another_language_model_are_wrapped(name, text_model, layer, checkpoint):
+    config = AutoConfig.from_pretrained(checkpoint(name))
+    sizes = {key: getattr(config.text_config, key) for key in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config.text_config = AutoConfig.for_model(text_model, **sizes, num_hidden_layers=3)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    family = family_of(config)
+    wrapped = [type(module).__name__ for module in layers(model, family)]
+    assert family.name == name and wrapped.count(f"{layer}DecoderLayer") == 3
+    assert set(wrapped) == {f"{layer}DecoderLayer", family.wrap_classes[1]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -24,6 +24,7 @@ from armature.components.families.family import COMPONENTS, FAMILIES
 from armature.components.models.load import load_config, load_model, load_processor, read_model, save_checkpoint
 from armature.components.models.settings import LoraSettings, ModelSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
+from tests.family_table import record
 from tests.refusals import refused
 from tests.vlm.conftest import model_settings
 
@@ -110,6 +111,7 @@ def test_saved_adapters_are_merged_under_base_names(name, checkpoint, images, tm
     assert (plain - expected).abs().max() > 0.05
     old, new = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
     assert {key: tensor.shape for key, tensor in old.items()} == {key: tensor.shape for key, tensor in new.items()}
+    record(name, "lora")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,6 +123,7 @@ def test_saving_a_loaded_model_gives_the_same_bytes(name, checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {path.name for path in folder.iterdir()}
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    record(name, "load")
 
 
 def test_dtype_attention_and_checkpointing_follow_settings(checkpoint):

@@ -20,6 +20,7 @@ from armature.components.models.load import load_model
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.vlm.sft.demonstrate import PromptWriter
 from tests.builders import make_trajectory, make_turn
+from tests.family_table import record, shows_videos
 from tests.images import image_part
 from tests.vlm.conftest import learner_of, model_settings, open_tiny, score
 
@@ -28,7 +29,7 @@ from .conftest import BY_HAND
 
 IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
 SETTINGS = model_settings()
-VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.images and family.images.videos]
+VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if shows_videos(family)]
 TOLERANCE = 1e-4  # nats per token, both in fp32
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -159,12 +160,15 @@ def test_vllm_and_trainer_agree_on_videos(name, engine, tmp_path):
         trajectories.append(make_trajectory(case, "g", [turn]))
     samples, drops = tiny.adapter.samples(GenerateOutputs(trajectories))
     assert not drops
+    cases: dict[str, float] = {}
     for packing in (False, True):
         scored = score(learner_of(tiny, packing=packing, max_tokens_per_micro_batch=4096), tiny, samples)
         for sample, own in zip(samples, scored, strict=True):
             gap = np.abs(own - sample.behavior_logprobs)[sample.loss_mask].max()
             print(f"{name}, packed {packing}, {sample.trajectory_id}: {len(own)} tokens, {gap:.1e} nats")
             assert gap < 1e-5, sample.trajectory_id
+            cases[sample.trajectory_id] = max(float(f"{gap:.1e}"), cases.get(sample.trajectory_id, 0.0))
+    record(name, "video", max(cases.values()), served=True, cases=cases)
 
 
 @pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from armature.components.contracts.rollouts import GenerateOutputs, Trajectory, 
 from armature.components.families.family import FAMILIES
 from armature.components.models.adapters import get_adapter
 from armature.components.models.load import load_processor
+from armature.components.models.settings import LoraSettings
 from armature.components.models.tiny import SMALL, make_tiny_checkpoint
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.ranks import Ranks
@@ -31,6 +31,7 @@ from armature.components.training.service_settings import service_settings
 from armature.components.vlm.client import TrainerPolicySettings
 from armature.components.vlm.worker import TrainerWorker
 from tests.builders import make_machine
+from tests.family_table import ALL, can_run, record, scope
 from tests.vlm.conftest import trainer_settings
 
 from .conftest import Engine
@@ -42,9 +43,9 @@ DEFAULT = (
     *(("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral3", True)),
     *(("molmo2", False), ("smolvlm", False), ("qwen3.5", False), ("qwen3-vl-moe", False)),
 )
-IMPOSSIBLE = (("molmo2", True), ("glm4v-moe", True), ("gemma4", False))  # tied: refused, refused, always
-ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) not in IMPOSSIBLE]
-CASES = ALL if os.environ.get("ARMATURE_TEST_FAMILIES") == "all" else DEFAULT
+EVERY = [(name, tied) for name in FAMILIES for tied in (True, False) if can_run(name, "tied" if tied else "untied")]
+CASES = EVERY if ALL else DEFAULT
+ADAPTED = [name for name in FAMILIES if can_run(name, "adapters")] if ALL else ["smolvlm"]
 
 TRAINER = trainer_settings(
     learning_rate=3e-3,
@@ -101,7 +102,7 @@ def turn(index: int, answer: dict[str, Any], images: list[ImageRef], version: in
 class Loop:
     """A training loop: a trainer in this process, and a server that answers conversations of two turns."""
 
-    def __init__(self, family: str, tied: bool, folder: Path) -> None:
+    def __init__(self, family: str, tied: bool, folder: Path, lora: LoraSettings | None = None) -> None:
         sizes = SMALL.model_copy(update={"tie_embeddings": tied})
         attention = "causal" if FAMILIES[family].image_attention else None  # as vLLM's CPU attention is causal
         self.folder = folder
@@ -112,7 +113,11 @@ class Loop:
         self.images = [store.put(image) for image in image_files()]
         self.parts = [self._part(store, ref) for ref in self.images]
         policy = TrainerPolicySettings(
-            model_path=self.start, model=SETTINGS, trainer=TRAINER, temperature=0.7, images=store.root
+            model_path=self.start,
+            model=SETTINGS.model_copy(update={"lora": lora}),
+            trainer=TRAINER,
+            temperature=0.7,
+            images=store.root,
         )
         (folder / "work").mkdir()
         self.worker = TrainerWorker(service_settings(policy, make_machine(loader_workers=0), folder / "work"), Ranks())
@@ -156,8 +161,8 @@ class Loop:
         pairs = zip(scores, samples, strict=True)
         return max(float(np.abs(np.array(s) - x.behavior_logprobs)[x.loss_mask].max()) for s, x in pairs)
 
-    def step(self, samples: list[Sample], version: int) -> Path:
-        """Make a training step on these samples, and return the folder of the published weights."""
+    def step(self, samples: list[Sample], version: int, form: str = "file") -> Path:
+        """Make a training step on these samples, and return the folder of the published weights or adapters."""
         random = np.random.default_rng(version)
         rewarded = [
             replace(one, advantages=np.where(one.loss_mask, random.normal(), 0.0).astype(np.float32)) for one in samples
@@ -169,7 +174,7 @@ class Loop:
         # In fp32 the trainer chooses the experts that the server has returned for each token.
         assert metrics.get("experts/other_fraction") == (None if samples[0].experts is None else 0)
         folder = self.folder / "weights" / str(version + 1)
-        self.do(name="publish", version=version + 1, folder=str(folder))
+        self.do(name="publish", version=version + 1, folder=str(folder), form=form)
         return folder
 
 
@@ -190,3 +195,22 @@ def test_server_and_trainer_logprobs_agree_through_training(family, tied, engine
     print(f"{family} {'tied' if tied else 'untied'}: {', '.join(f'{one:.1e}' for one in differences)} nats")
     assert max(differences) < TOLERANCE
     assert loop.difference(stale, STEPS + 1) > 100 * TOLERANCE  # a single missed step would be noticed
+    record(family, "tied" if tied else "untied", max(differences), served=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ADAPTED)
+def test_server_with_adapters_and_trainer_agree(family, engine, tmp_path):
+    """Adapters of a rank that vLLM rounds up are on every linear layer of the widest scope that it serves."""
+    widest = scope(FAMILIES[family])
+    lora = LoraSettings(rank=5, alpha=20.0, targets=("all",), scope=widest, served_as="adapter")
+    loop = Loop(family, can_run(family, "tied"), tmp_path, lora)
+    engine("start", str(loop.start), 0, lora.rank, widest == "all")
+    stale = loop.samples(engine, 0)
+    engine("adapt", str(loop.step(stale, 0, "adapter")))
+    gap = loop.difference(loop.samples(engine, 1), 1)
+    print(f"{family}, adapters in {widest}: {gap:.1e} nats")
+    assert gap < TOLERANCE
+    assert loop.difference(stale, 2) > 100 * TOLERANCE
+    record(family, "adapters", gap, served=True, scope=widest)

@@ -1,8 +1,9 @@
 """Serve one checkpoint after another in one vLLM process; runs in vLLM's own Python environment.
 
 The only argument is the number of a socket. Each line from it is a command as a JSON list, answered with one line:
-["start", folder, videos], ["load", folder] (in place, like this project's file transfer), ["load in pieces", folder]
-(tensor by tensor, like vLLM's NCCL engine) and ["ask", conversations, temperature, logit_bias].
+["start", folder, videos, rank of adapters, in towers], ["load", folder] (in place, like this project's file transfer),
+["load in pieces", folder] (tensor by tensor, like vLLM's NCCL engine), ["adapt", folder of adapters] and
+["ask", conversations, temperature, logit_bias].
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.plugins import load_general_plugins
 
@@ -31,7 +33,7 @@ def register_class(folder: str) -> None:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def start(folder: str, videos: int = 0) -> LLM:
+def start(folder: str, videos: int = 0, rank: int = 0, towers: bool = False) -> LLM:
     register_class(folder)
     linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
@@ -50,6 +52,9 @@ def start(folder: str, videos: int = 0) -> LLM:
         limit_mm_per_prompt={"image": 4, "video": videos},
         num_gpu_blocks_override=512,
         enable_return_routed_experts=experts,
+        enable_lora=rank > 0,
+        max_lora_rank=-(-rank // 8) * 8 or 16,
+        enable_tower_connector_lora=towers,
     )
 
 
@@ -72,6 +77,11 @@ def load_in_pieces(model: LLM, folder: str) -> None:
     forget(model)
 
 
+def adapt(model: LLM, folder: str) -> None:
+    """Answer with the adapters in `folder` from now on."""
+    model.adapter = LoRARequest(folder, 1, folder)
+
+
 def forget(model: LLM) -> None:
     model.reset_prefix_cache()
     model.llm_engine.reset_mm_cache()
@@ -84,7 +94,7 @@ def ask(model: LLM, conversations: list[Any], temperature: float, logit_bias: di
         max_tokens=8, temperature=temperature, seed=0, logprobs=0, skip_special_tokens=False, logit_bias=bias or None
     )
     rows = []
-    for output in model.chat(conversations, sampling, use_tqdm=False):
+    for output in model.chat(conversations, sampling, use_tqdm=False, lora_request=getattr(model, "adapter", None)):
         sampled = list(output.outputs[0].token_ids)
         chosen = zip(sampled, output.outputs[0].logprobs, strict=True)
         rows.append(
@@ -101,7 +111,7 @@ def ask(model: LLM, conversations: list[Any], temperature: float, logit_bias: di
 
 def main() -> None:
     model: LLM | None = None
-    commands = {"load": load, "load in pieces": load_in_pieces, "ask": ask}
+    commands = {"load": load, "load in pieces": load_in_pieces, "adapt": adapt, "ask": ask}
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rw") as lines:
         for line in lines:
             name, *arguments = json.loads(line)

@@ -24,6 +24,7 @@ from tests.refusals import refused
         ("llava", {"served_as": "adapter", "scope": "all"}, ("vision", "projector"), ServedAdapters(16)),
         ("llava", {"served_as": "adapter", "scope": "all"}, ("vision",), 'scope = "language"'),
         ("molmo2", {"served_as": "adapter"}, (), 'served_as = "merged"'),
+        ("qwen3-vl-moe", {"served_as": "adapter"}, (), 'served_as = "merged"'),
         ("molmo2", {}, (), None),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from armature.components.vlm.packing import packed_batch
 from tests.refusals import refused
 
 from .conftest import Tiny, trainer_settings
-from .test_packing import _sample, conversations, results
+from .test_packing import _sample, apart, conversations, results
 
 DOUBLE, SINGLE = 1e-12, 5e-5
 
@@ -71,14 +69,6 @@ def bushy(tiny: Tiny) -> list[Sample]:
         mask = np.arange(len(ids)) >= len(stem.input_ids)
         rows.append(_sample(ids, stem.images, f"end {number}", mask, seed=number))
     return rows
-
-
-def apart(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with different first tokens, so that they share nothing."""
-    return [
-        replace(one, input_ids=np.array([60 + number, *one.input_ids[1:]], np.int32))
-        for number, one in enumerate(samples)
-    ]
 
 
 def outcomes(tiny: Tiny, model: Any, samples: list[Sample], folder: Any) -> list[tuple[Tensor, dict[str, Tensor]]]:
