@@ -62,7 +62,7 @@ class Sections(BaseModel):
         """Validate combined sections when the recipe is loaded, not hours later when the last stage begins."""
         values = self.given()
         for stage in self.JOINED:
-            if stage.model_fields.keys() <= values.keys():
+            if {name for name, field in stage.model_fields.items() if field.is_required()} <= values.keys():
                 try:
                     self._joined[stage] = _join(stage, values)
                 except ValidationError as error:
@@ -126,8 +126,8 @@ class Sections(BaseModel):
 
 
 def _join(settings: type[SettingsT], sections: Mapping[str, BaseModel]) -> SettingsT:
-    """Return an instance of `settings` whose fields are the sections of the same names."""
-    return settings.model_validate({name: sections[name] for name in settings.model_fields})
+    """Return an instance of `settings` whose fields are the sections of the same names, as far as they are given."""
+    return settings.model_validate({name: sections[name] for name in settings.model_fields if name in sections})
 
 
 _ROBOTS = "armature.components.robots.recipes"

@@ -25,6 +25,19 @@ TurnAdvantages = Mapping[tuple[str, int], float]
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """A teacher's log-probs at the T trained tokens of a sample, at the sampler's temperature.
+
+    `logprobs` (T,) float32 are those of the tokens themselves. `ids` (T, k) int32 are the k tokens that the teacher
+    finds likeliest in their place, in descending order, and `likeliest` (T, k) float32 are their log-probs; k may be 0.
+    """
+
+    logprobs: LogProbs
+    ids: npt.NDArray[np.int32]
+    likeliest: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One unpadded training sequence of L tokens: one or several turns of a trajectory.
 
@@ -34,7 +47,7 @@ class Sample:
     0.0, -1 and 0.0. Tokens of videos are written as image tokens: to a trainer, a video is an image of several frames.
 
     `experts` (L, layers, k) int16 are the experts that the server used for each token, -1 where the trainer chooses.
-    None: it chooses everywhere.
+    None: it chooses everywhere. `teacher` is None without a teacher.
     """
 
     sample_id: str
@@ -48,6 +61,7 @@ class Sample:
     reward: float
     images: tuple[ImageRef, ...]
     experts: Experts | None = None
+    teacher: TeacherScores | None = None
 
 
 @dataclass

@@ -26,13 +26,15 @@ from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.families.family import COMPONENTS, family_of
 from armature.components.inference.command import ServedAdapters, vocabulary
 from armature.components.inference.pool import ServerPool
-from armature.components.models.adapters import get_adapter
+from armature.components.machine.project import project_source
+from armature.components.models.adapters import get_adapter, get_collator
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rl.evaluations import BEST, HeldoutSet
 from armature.components.rl.run import RLRun, RunParts
 from armature.components.rl.settings import LoopSettings, TrainVLMSettings
+from armature.components.rl.teacher import refuse_other_tokens
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
@@ -58,12 +60,16 @@ def open_run(
         load_on_join: give the run's weights to joined servers, which somebody else started.
     """
     weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
+    teacher = settings.teacher
+    teacher_path = Path() if teacher is None else locate(project_source(teacher.source), teacher.revision)
     policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
         trainer=settings.trainer,
         temperature=settings.rollouts.sampling.temperature,
         images=context.images,
+        teacher=teacher,
+        teacher_path=teacher_path,
     )
     adapter = get_adapter(
         weights,
@@ -71,6 +77,9 @@ def open_run(
         ImageStore(context.images).open,
         settings.batches.max_sequence_tokens,
     )
+    if teacher is not None:
+        refuse_other_tokens(adapter.collator, get_collator(teacher_path, load_processor(teacher_path, teacher.model)))
+        context.events.message(f"teacher: {teacher_path}; its tokenizer and image processor are those of the model")
     servers = ServerPool(
         weights,
         settings.inference,

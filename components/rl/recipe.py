@@ -16,7 +16,7 @@ from armature.components.evaluation.settings import (
 )
 from armature.components.rl.settings import PreflightSettings, TrainVLMSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
-from armature.components.vlm.settings import TrainerSettings, WarmStartSettings
+from armature.components.vlm.settings import TeacherSettings, TrainerSettings, WarmStartSettings
 
 
 class TrainVlm(ModelSections):
@@ -47,6 +47,8 @@ class TrainVlm(ModelSections):
     machine: MachineSection = Machine()
     warm_start: WarmStartSettings | None = None
     """Training on demonstrations before the training on rewards; omit it for none."""
+    teacher: TeacherSettings | None = None
+    """A teacher that scores the sampled tokens (on-policy distillation); omit it for none."""
 
     def refuse_sources(self) -> None:
         """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
@@ -55,6 +57,8 @@ class TrainVlm(ModelSections):
 
         if self.model.tiny is None:
             check_source_name(project_source(self.model.source), self.model.revision)
+        if self.teacher is not None:
+            check_source_name(project_source(self.teacher.source), self.teacher.revision)
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
         """Check, with tasks and model at hand, that memory suffices and that trainer and servers agree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +39,17 @@ from armature.components.rl.loop import LoopPlan
 from armature.components.rl.metrics import no_signal, rollout_metrics
 from armature.components.rl.reporting import ShownStep
 from armature.components.rl.settings import LoopSettings
+from armature.components.rl.teacher import mixed
 from armature.components.rollouts.batches.ratios import ratios_file
-from armature.components.rollouts.batches.table import BuiltBatch, SampleSource, Vocabulary, build_batch, write_batch
+from armature.components.rollouts.batches.table import (
+    BuiltBatch,
+    SampleSource,
+    Vocabulary,
+    build_batch,
+    read_batch,
+    sample_defect,
+    write_batch,
+)
 from armature.components.rollouts.collect import collect
 from armature.components.rollouts.play import Generator
 from armature.components.rollouts.sampler import (
@@ -138,7 +148,20 @@ class RLRun(TrainingRun):
         chosen = choose_groups(outputs, self.settings.rollouts)
         built = build_batch(chosen.outputs, self.parts.adapter, self.settings.batches, self.parts.vocabulary)
         metrics = merged(batch=built.metrics, rounds=chosen.metrics)
+        if self.settings.teacher is not None and built.samples:
+            taught, teacher_metrics = mixed(self._taught(step, built), self.settings.teacher)
+            valid = [sample for sample in taught if sample_defect(sample, self.parts.vocabulary) is None]
+            drops = built.drops + Counter(teacher_failed=len(taught) - len(valid))
+            built, metrics = replace(built, samples=valid, drops=drops), metrics | teacher_metrics
         return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), metrics), {}
+
+    def _taught(self, step: int, built: BuiltBatch[Sample]) -> list[Sample]:
+        """Return the samples of a batch with the teacher's scores."""
+        folder = self.context.workspace / "teacher"
+        shutil.rmtree(folder, ignore_errors=True)
+        asked = built.write(folder / "samples")
+        self._of_trainer(step - 1, lambda: self.trainer.teach(asked, folder))
+        return read_batch(folder)
 
     def _write_samples(self, folder: Path, samples: Sequence[Sample]) -> None:
         write_batch(folder, samples)
@@ -200,7 +223,7 @@ class RLRun(TrainingRun):
                 f"experts replayed: mismatch KL {agreement.mismatch_kl:.3g}, without {without.mismatch_kl:.3g}"
             )
         refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl, outputs.failures)
-        if warning := no_signal(outputs.trajectories, self.settings.batches):
+        if self.settings.teacher is None and (warning := no_signal(outputs.trajectories, self.settings.batches)):
             self.context.events.message(warning)
         return agreement
 

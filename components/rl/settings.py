@@ -12,7 +12,7 @@ from armature.components.evaluation.settings import HeldoutSetSettings, TrainEva
 from armature.components.inference.settings import ServerSettings
 from armature.components.models.settings import ModelSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
-from armature.components.vlm.settings import TrainerSettings
+from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
 
 class PreflightSettings(Settings):
@@ -38,6 +38,7 @@ class LoopSettings(Settings):
     batches: BatchSettings
     trainer: TrainerSettings
     preflight: PreflightSettings
+    teacher: TeacherSettings | None = None
 
 
 class TrainVLMSettings(Settings):
@@ -51,6 +52,7 @@ class TrainVLMSettings(Settings):
     trainer: TrainerSettings
     preflight: PreflightSettings
     evaluation: HeldoutSetSettings | None = None
+    teacher: TeacherSettings | None = None
 
     @field_validator("evaluation", mode="before")
     @classmethod
@@ -77,9 +79,22 @@ class TrainVLMSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_the_teacher_sees_all_groups(self) -> Self:
+        if self.teacher is not None and self.batches.skip_zero_advantage:
+            raise ValueError(
+                "batches.skip_zero_advantage leaves out groups with equal rewards, from which a teacher's scores still "
+                "teach: set batches.skip_zero_advantage = false"
+            )
+        return self
+
     @property
     def loop(self) -> LoopSettings:
         """The sections that the RL loop needs."""
         return LoopSettings(
-            rollouts=self.rollouts, batches=self.batches, trainer=self.trainer, preflight=self.preflight
+            rollouts=self.rollouts,
+            batches=self.batches,
+            trainer=self.trainer,
+            preflight=self.preflight,
+            teacher=self.teacher,
         )

@@ -14,6 +14,7 @@ from armature.components.environments.make import environment_sources, evaluated
 from armature.components.environments.stage import read_environment
 from armature.components.machine.hub import COMMIT
 from armature.components.machine.project import find_module
+from armature.components.models.source import folder_sources
 from armature.components.rl.agreement import FIRST_UPDATE
 from armature.components.rl.settings import TrainVLMSettings
 from armature.components.vlm.settings import FunctionObjective
@@ -72,12 +73,15 @@ def played_as_listed(
 
 
 def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
-    """Return digests of the environment's code and data, and of the code of a user's objective.
+    """Return digests of the environment's code and data, of the code of a user's objective, and of a teacher's files.
 
     Raises:
         ConfigurationError: some of the code or data is missing.
     """
     digests = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
+    if settings.teacher is not None:
+        files = folder_sources(settings.teacher.source)
+        digests = {**digests, **{f"teacher/{name}": digest for name, digest in files.items()}}
     if isinstance(objective := settings.trainer.objective, FunctionObjective):
         module = objective.function.partition(":")[0]
         find_module(module)

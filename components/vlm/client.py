@@ -16,7 +16,7 @@ from armature.components.inference.replies import Endpoint
 from armature.components.machine.workers.requests import ANYTHING
 from armature.components.models.settings import ModelSettings
 from armature.components.training.client import ServiceClient
-from armature.components.vlm.settings import TrainerSettings
+from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
 
 class ProbeReply(BaseModel):
@@ -46,6 +46,10 @@ class TrainerPolicySettings(BaseModel):
     """Temperature at which the tokens were sampled."""
     images: Path
     """Root folder of the image store."""
+    teacher: TeacherSettings | None = None
+    """Settings of the teacher; None without a teacher."""
+    teacher_path: Path = Path()
+    """Folder of the teacher."""
 
     @property
     def seed(self) -> int:
@@ -71,6 +75,11 @@ class TrainerClient(ServiceClient):
         """Return for each sample of the batch the log-probs (L,) of its trained tokens, 0 elsewhere."""
         scores = self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
+
+    def teach(self, batch: Path, into: Path) -> None:
+        """Write the batch with the teacher's scores to the folder `into`. Calling again writes it again."""
+        folders = {"batch": str(batch.resolve()), "folder": str(into.resolve())}
+        self._ask("teach", self.machine.limits.train_timeout, ANYTHING, **folders)
 
     def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
         """Write the weights after step `version` to `folder` for servers, atomically, as one of a series of versions.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from armature.components.contracts.batches import MultimodalBatch, Sample
+from armature.components.contracts.batches import MultimodalBatch, Sample, TeacherScores
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.metrics import merged
 from armature.components.families.family import family_of
@@ -34,12 +34,13 @@ from armature.components.rollouts.batches.table import check_samples
 from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.training.schedule import learning_rate
+from armature.components.vlm.distillation import divergence
 from armature.components.vlm.logprobs import Policy, check_head, predicting
 from armature.components.vlm.memory import offloaded_activations
 from armature.components.vlm.metrics import Meter, batch_report
 from armature.components.vlm.objectives import Tokens, loss_of, normalizer
 from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
-from armature.components.vlm.settings import TrainerSettings
+from armature.components.vlm.settings import SampledTokens, TeacherSettings, TrainerSettings
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """A function that takes planned micro-batches, and yields each of them with its tensors in the order of the plan."""
@@ -91,6 +92,15 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes)))
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A model that scores samples, and the function that shards it, if the learner's model is sharded."""
+
+    settings: TeacherSettings
+    model: Any
+    shard: Callable[[Policy], None] | None = None
+
+
 class Learner(TrainingEngine[Any]):
     """Trains a vision-language model, one batch of samples per step.
 
@@ -105,6 +115,7 @@ class Learner(TrainingEngine[Any]):
         ranks: the processes that train together; by default this one alone.
         shard: splits a model without weights over the ranks (FSDP2) and loads each rank's shards, so that no rank has
             to hold the whole model. It is called with the policy, and with the reference model if there is one.
+        teacher: a teacher, whose scores the samples of steps have; see `teach`.
 
     Raises:
         ConfigurationError: the weights have several dtypes and autocast is off, the output head is not supported, or
@@ -120,6 +131,7 @@ class Learner(TrainingEngine[Any]):
         forbidden_token_ids: Sequence[int] = (),
         ranks: Ranks | None = None,
         shard: Callable[[Policy], None] | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         self.settings = settings
@@ -151,6 +163,14 @@ class Learner(TrainingEngine[Any]):
         for policy in policies:
             (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
+        self.teacher = teacher
+        if teacher is not None:
+            # Its head may have more rows, for ids that no token has. The policy cannot choose them.
+            rows = len(teacher.model.get_output_embeddings().weight)
+            forbidden = (*forbidden_token_ids, *range(len(self.policy.forbidden), rows))
+            self.teacher_policy = make_policy(model=teacher.model.requires_grad_(False), forbidden_token_ids=forbidden)
+            (teacher.shard or partial(Policy.to, device=ranks.device))(self.teacher_policy)
+            check_head(self.teacher_policy)
         self.policy.routers.collects = settings.load_balance_coefficient > 0
         if settings.load_balance_coefficient > 0 and not any(
             parameter.requires_grad for each in self.policy.routers.routers.values() for parameter in each.parameters()
@@ -215,10 +235,11 @@ class Learner(TrainingEngine[Any]):
             for number, (micro, batch) in enumerate(load(plan), 1):
                 batch = self._to_device(batch)
                 at = predicting(batch.loss_mask, device)
+                ids, taught = self._likeliest(micro)
 
                 # 1. Forward pass: log-probs and entropies (N,) of the N trained tokens, and of no others.
                 with offloaded_activations() if settings.activation_offloading else nullcontext():
-                    logprobs, entropy = _forward(self.policy, batch, at)
+                    logprobs, entropy, *candidates = _forward(self.policy, batch, at, candidates=ids)
                 balance = self.policy.routers.balance_loss() if settings.load_balance_coefficient > 0 else None
                 behavior, advantages = _of_trained_tokens(batch, device)
                 at_start = logprobs.detach()
@@ -230,7 +251,11 @@ class Learner(TrainingEngine[Any]):
                 denominator = at_start if corrects else behavior
                 tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
                 reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
-                loss = loss_of(tokens, entropy, reference, at_start, settings)
+                distance = None
+                if taught is not None and self.teacher and not isinstance(self.teacher.settings.loss, SampledTokens):
+                    away = divergence(candidates[0], taught, self.teacher.settings.loss)
+                    distance = self.teacher.settings.weight * away.to(logprobs.dtype)
+                loss = loss_of(tokens, entropy, reference, at_start, settings, distance)
                 total = loss.total * scale
                 if balance is not None:  # micro-batches and ranks weigh as much as they have trained tokens
                     share = len(logprobs) / n_tokens / self.ranks.part[1]
@@ -270,6 +295,20 @@ class Learner(TrainingEngine[Any]):
             arrays.append(array)
         return arrays
 
+    def teach(self, samples: Sequence[Sample], load: Load) -> list[Sample]:
+        """Return the samples with the scores of the teacher, which there must be. Every rank calls it."""
+        assert self.teacher is not None
+        k = self.teacher.settings.likeliest
+        plain = [replace(sample, experts=None) for sample in samples]  # a server's experts are the policy's
+        scored = self._forward_all(self.teacher_policy, plain, load, likeliest=k)
+        taught = []
+        for row, sample in enumerate(samples):
+            logprobs, _, *tops = (values.numpy() for values in scored[row])
+            ids, likeliest = tops or np.zeros((2, len(logprobs), 0))
+            scores = TeacherScores(logprobs, ids.astype(np.int32), likeliest.astype(np.float32))
+            taught.append(replace(sample, teacher=scores))
+        return taught
+
     def plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
         """Return the micro-batches of this rank for an update on `rows` of `samples`."""
         settings, (part, parts) = self.settings, self.ranks.data_parallel
@@ -282,20 +321,37 @@ class Learner(TrainingEngine[Any]):
             planned = micro_batches(samples, rows, *most, parts)
         return share(planned, part, parts)
 
-    @torch.no_grad()
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
-        """Return the log-probs (T,) of the T trained tokens of each sample, by its position in the batch, on the CPU.
+        """Return the log-probs (T,) of the T trained tokens of each sample, by position in the batch, on the CPU."""
+        return {row: values[0] for row, values in self._forward_all(self.policy, samples, load).items()}
 
-        Every rank gets the log-probs of all samples, because in an update it may train on samples it has not scored.
+    @torch.no_grad()
+    def _forward_all(
+        self, policy: Policy, samples: Sequence[Sample], load: Load, **options: Any
+    ) -> dict[int, list[Tensor]]:
+        """Return what `policy` gives for the T trained tokens of each sample, (T,) or (T, k), by its position in the
+        batch, on the CPU.
+
+        Every rank gets the results of all samples, because in an update it may train on samples it has not scored.
         """
-        scored: dict[int, Tensor] = {}
+        scored: dict[int, list[Tensor]] = {}
         for micro, batch in load(self.plan(samples, range(len(samples)))):
-            batch = self._to_device(batch)
-            logprobs, _ = _forward(self.policy, batch, predicting(batch.loss_mask, self.ranks.device))
+            batch = self._to_device(batch, policy)
+            results = _forward(policy, batch, predicting(batch.loss_mask, self.ranks.device), **options)
             lengths = batch.loss_mask[:, 1:].sum(1).tolist()
-            parts = logprobs.cpu().split(lengths)
-            scored |= {row: part for row, part in zip(micro.rows, parts, strict=True) if row >= 0}
+            parts = zip(*(result.cpu().split(lengths) for result in results), strict=True)
+            scored |= {row: list(part) for row, part in zip(micro.rows, parts, strict=True) if row >= 0}
         return {row: values for part in self.ranks.gather(scored) for row, values in part.items()}
+
+    def _likeliest(self, micro: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Return the ids (N, k) of the teacher's likeliest tokens at the trained tokens, and their log-probs; None
+        unless the loss needs them."""
+        if self.teacher is None or not self.teacher.settings.likeliest:
+            return None, None
+        scored = [(each.teacher, int(each.loss_mask.sum())) for each in micro.samples]  # a dummy has 0 trained tokens
+        columns = [(scores.ids[:count], scores.likeliest[:count]) for scores, count in scored if scores is not None]
+        ids, likeliest = (torch.from_numpy(np.concatenate(each)) for each in zip(*columns, strict=True))
+        return to_device(ids.long(), self.ranks.device), to_device(likeliest, self.ranks.device)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> Tensor:
@@ -308,13 +364,13 @@ class Learner(TrainingEngine[Any]):
         with self.model.disable_adapter():
             return _forward(self.policy, batch, at)[0]
 
-    def _to_device(self, batch: MultimodalBatch) -> MultimodalBatch:
+    def _to_device(self, batch: MultimodalBatch, policy: Policy | None = None) -> MultimodalBatch:
         """Compute the positions of packed rows, and move the model's inputs to the device of this rank.
 
         The loss mask, advantages and log-probs stay on the CPU: indexing by a mask on a GPU would wait for the GPU.
         """
         if isinstance(batch, PackedBatch):
-            model, context = base_model(self.model), self.ranks.context
+            model, context = base_model(policy.model if policy else self.model), self.ranks.context
             packing = complete_packing(model, model_inputs(batch), batch.grids, batch.packing, context)
             batch = replace(batch, packing=packing.to(self.ranks.device))
         move = partial(to_device, device=self.ranks.device)
@@ -328,11 +384,11 @@ class Learner(TrainingEngine[Any]):
         )
 
 
-def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probs (N,) and entropies (N,) of the tokens that the positions `at` predict; see `predicting`."""
+def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """Return log-probs (N,) and entropies (N,) of the tokens that the positions `at` predict; see `predicting`. The
+    `options` are those of `Policy.forward`, which may add results."""
     packing = batch.packing if isinstance(batch, PackedBatch) else None
-    logprobs, entropy = policy(model_inputs(batch), at, packing, batch.experts)
-    return logprobs, entropy
+    return policy(model_inputs(batch), at, packing, batch.experts, **options)
 
 
 def _of_trained_tokens(batch: MultimodalBatch, device: torch.device) -> tuple[Tensor, Tensor]:

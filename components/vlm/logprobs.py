@@ -20,6 +20,7 @@ from armature.components.models.context_parallel import ContextParallel, to_devi
 from armature.components.models.experts import RouterHooks
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, packed_states, use_packed_attention
+from armature.components.vlm.distillation import candidate_logprobs, likeliest_tokens
 from armature.components.vlm.heads.backends import HEADS, Backend, HeadSettings
 
 
@@ -78,8 +79,8 @@ class Policy(nn.Module):
         self.register_buffer("forbidden", forbidden, persistent=False)
         config = base_model(model).config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        settings = HeadSettings(temperature, self.softcap, chunk_tokens)
-        self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
+        self.head_settings = HeadSettings(temperature, self.softcap, chunk_tokens)
+        self.backend: Backend = HEADS[logprobs](self.head_settings, head, device or head.weight.device)
 
     def forward(
         self,
@@ -87,8 +88,14 @@ class Policy(nn.Module):
         at: tuple[Tensor, Tensor],
         packing: Packing | None = None,
         experts: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        candidates: Tensor | None = None,
+        likeliest: int = 0,
+    ) -> tuple[Tensor, ...]:
         """Return log-probs (N,) and entropies (N,) of the N tokens that the positions `at` predict; see `predicting`.
+
+        With `candidates` (N, k), the log-probs (N, k) of these tokens in the same places follow. With `likeliest` = k,
+        the k likeliest tokens and their log-probs follow, (N, k) each.
 
         With `packing` the model computes a prefix that rows share only once, and no padding; the result is the same.
         Ranks that share the rows all get the complete result, and each computes gradients for its part of the tokens.
@@ -102,21 +109,34 @@ class Policy(nn.Module):
             targets = inputs["input_ids"][:, 1:][at]
             if packing is None:
                 self.routers.use(None if experts is None else experts.flatten(0, 1), inputs["attention_mask"].flatten())
-                return self._applied(self._hidden(inputs)[:, :-1][at], targets)
+                return self._applied(self._hidden(inputs)[:, :-1][at], targets, candidates, likeliest)
             part: slice[Any, Any, Any] = slice(None) if self.context is None else self.context.slice(len(packing.rows))
             self.routers.use(None if experts is None else experts[packing.rows[part], packing.columns[part]])
             places = packing.places[:, :-1][at]
             if self.context is None:
-                return self._applied(self._packed(inputs, packing)[places], targets)
+                return self._applied(self._packed(inputs, packing)[places], targets, candidates, likeliest)
             mine = (places >= part.start) & (places < part.stop)
             places, targets = places[mine] - part.start, targets[mine]
-            results = self._applied(self._packed(inputs, packing)[places], targets)
-            logprobs, entropies = self.context.combine_columns(torch.stack(results), mine)
-            return logprobs, entropies
+            candidates = None if candidates is None else candidates[mine]
+            results = self._applied(self._packed(inputs, packing)[places], targets, candidates, likeliest)
+            columns = [result if result.ndim == 2 else result[:, None] for result in results]
+            combined = self.context.combine_columns(torch.cat(columns, 1).t(), mine)
+            parts = combined.split([column.shape[1] for column in columns])
+            return tuple(part[0] if result.ndim == 1 else part.t() for part, result in zip(parts, results, strict=True))
 
-    def _applied(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (N,) that the head computes for `targets` (N,) from hidden states (N, D)."""
-        return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
+    def _applied(
+        self, hidden: Tensor, targets: Tensor, candidates: Tensor | None, likeliest: int
+    ) -> tuple[Tensor, ...]:
+        """Return what `forward` returns for `targets` (N,), computed by the head from hidden states (N, D)."""
+        head = base_model(self.model).get_output_embeddings()
+        logprobs, entropies = self.backend(head, hidden, targets, self.forbidden)
+        if candidates is not None:
+            settings = self.head_settings
+            return logprobs, entropies, candidate_logprobs(head, hidden, targets, logprobs, candidates, settings)
+        if likeliest:
+            ids, values = likeliest_tokens(head, hidden, self.forbidden, likeliest, self.head_settings)
+            return logprobs, entropies, ids, values
+        return logprobs, entropies
 
     def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
         """Return log-probs (N, V) of all possible next tokens, at the N positions where `mask` (B, L) is True.

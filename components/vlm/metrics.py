@@ -22,6 +22,7 @@ PER_TOKEN = {
     "entropy": "entropy",
     "mismatch_kl": "mismatch_kl",
     "kl_reference": "kl_reference",
+    "teacher": "teacher/loss",
     "masked_low": "masked_low_fraction",
     "masked_high": "masked_high_fraction",
     "ratio_out_of_range": "ratio/out_of_range_fraction",

@@ -256,9 +256,15 @@ class Loss:
 
 
 def loss_of(
-    tokens: Tokens, entropy: Tensor, reference: Tensor | None, start: Tensor, settings: TrainerSettings
+    tokens: Tokens,
+    entropy: Tensor,
+    reference: Tensor | None,
+    start: Tensor,
+    settings: TrainerSettings,
+    distance: Tensor | None = None,
 ) -> Loss:
-    """Return the loss of one micro-batch: the objective, times importance weights, plus KL and minus entropy terms.
+    """Return the loss of one micro-batch: the objective, times importance weights, plus KL and minus entropy terms,
+    plus the distance to a teacher.
 
     Args:
         tokens: the trained tokens.
@@ -266,6 +272,7 @@ def loss_of(
         reference: log-probs (N,) under the initial model; None without a KL term.
         start: log-probs (N,) of the policy at the start of the step; only the importance correction uses them.
         settings: the objective and its options.
+        distance: weighted distance (N,) to the teacher, with gradient; None if there is none, or advantages have it.
     """
     result = OBJECTIVES[settings.objective.name](tokens, settings.objective)
     loss = result.loss
@@ -280,6 +287,9 @@ def loss_of(
         sums["kl_reference"] = penalty
     if settings.entropy_coefficient > 0:
         loss = loss - settings.entropy_coefficient * entropy
+    if distance is not None:
+        loss = loss + distance
+        sums["teacher"] = distance
     sums |= _mismatch(tokens) | {"entropy": entropy, "advantage_abs": tokens.advantages.abs()}
     totals = {name: values.detach().double().sum() for name, values in sums.items()}
     return Loss(aggregate(loss, tokens, settings), totals)

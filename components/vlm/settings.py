@@ -159,6 +159,73 @@ class ChunkedLogprobs(Settings):
     this, `triton` computes logits once and keeps 2 bytes of each (in fp32 4) until the backward pass."""
 
 
+class SampledTokens(Settings):
+    """Reverse KL estimated at the sampled tokens: each token's advantage is the teacher's log-prob minus the
+    sampler's."""
+
+    name: Literal["sampled"]
+    """Name of the loss: sampled."""
+
+
+class ForwardKL(Settings):
+    """KL(teacher || student) at each sampled token, over the teacher's likeliest tokens and the rest as one."""
+
+    name: Literal["forward_kl"]
+    """Name of the loss: forward_kl."""
+    likeliest: PositiveInt = 16
+    """Number of the teacher's likeliest tokens that are told apart."""
+
+
+class ReverseKL(Settings):
+    """KL(student || teacher) at each sampled token, over the teacher's likeliest tokens and the rest as one."""
+
+    name: Literal["reverse_kl"]
+    """Name of the loss: reverse_kl."""
+    likeliest: PositiveInt = 16
+    """Number of the teacher's likeliest tokens that are told apart."""
+
+
+class JSD(Settings):
+    """Generalized Jensen-Shannon divergence of teacher and student at each sampled token, over the teacher's likeliest
+    tokens and the rest as one."""
+
+    name: Literal["jsd"]
+    """Name of the loss: jsd."""
+    likeliest: PositiveInt = 16
+    """Number of the teacher's likeliest tokens that are told apart."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of both that each is compared with."""
+
+
+Divergence = ForwardKL | ReverseKL | JSD
+
+
+class TeacherSettings(Settings):
+    """A model whose distributions the trained model learns on its own samples (on-policy distillation)."""
+
+    source: str
+    """Folder of the teacher, or its hub name; an artifact of a training is a folder too. It must have the tokenizer and
+    the image processor of the trained model, which is checked before the first step."""
+    revision: str | None = None
+    """Commit, tag or branch; required for a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the teacher's weights."""
+    loss: SampledTokens | Divergence = Field(SampledTokens(name="sampled"), discriminator="name")
+    """Distance between teacher and trained model."""
+    weight: float = Field(1.0, gt=0, le=1)
+    """Share of the teacher in the loss; the share of the rewards is 1 - weight."""
+
+    @property
+    def likeliest(self) -> int:
+        """Number of the teacher's likeliest tokens that the loss needs at each sampled token."""
+        return 0 if isinstance(self.loss, SampledTokens) else self.loss.likeliest
+
+    @property
+    def model(self) -> ModelSettings:
+        """The settings with which the teacher is loaded."""
+        return ModelSettings(source=self.source, revision=self.revision, dtype=self.dtype)
+
+
 class UpdateSettings(OptimizerSettings):
     """Optimizer, micro-batches and memory options of a language model, the same for every objective."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -22,19 +22,19 @@ from armature.components.inference.probe import Probe
 from armature.components.inference.replies import Endpoint
 from armature.components.inference.weights import WEIGHT_SENDERS, WeightSender
 from armature.components.models.adapters import get_collator
-from armature.components.models.load import load_model, load_processor, read_model
+from armature.components.models.load import MappedWeights, load_model, load_processor, read_model
 from armature.components.models.lora import base_model
 from armature.components.rollouts.batches.ratios import write_log_ratios
-from armature.components.rollouts.batches.table import check_samples, read_batch, refusal
+from armature.components.rollouts.batches.table import check_samples, read_batch, refusal, write_batch
 from armature.components.training.checkpoints import identity
 from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
 from armature.components.training.sharding import blocks, sharder
 from armature.components.vlm.client import TrainerPolicySettings
-from armature.components.vlm.learner import Learner
+from armature.components.vlm.learner import Learner, Teacher
 from armature.components.vlm.loader import MicroBatchLoader
-from armature.components.vlm.logprobs import answer_probe
+from armature.components.vlm.logprobs import Policy, answer_probe
 from armature.components.vlm.memory import chosen_recomputation, keeps_gathered, memory_of_rank
 from armature.components.vlm.packing import MicroBatch
 from armature.components.vlm.publish import Publisher
@@ -137,6 +137,12 @@ class TokenWorker(ServiceWorker):
             case "score":
                 with self._load.batch():
                     return [one.tolist() for one in self.learner.score(prepared, self._load)]
+            case "teach":
+                with self._load.batch():
+                    taught = self.learner.teach(prepared, self._load)
+                if self.ranks.first:
+                    write_batch(Path(command["folder"]), taught)
+                return None
             case "publish":
                 publish = {
                     "file": self._publisher.publish,
@@ -184,6 +190,16 @@ class TrainerWorker(TokenWorker):
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
         sharded = settings.processes.sharding is not None
+        low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
+
+        def shard_of(model: Any, weights: MappedWeights | None, keep: bool) -> Callable[[Policy], None] | None:
+            if not sharded:
+                return None
+            units = partial(blocks, family=family_of(base_model(model).config), dtype=torch.bfloat16 if low else None)
+            named = weights.of("model") if weights else None
+            methods, copies = ["next_tokens", "own_logits"], settings.processes.copies
+            return sharder(ranks, copies, units, named, cast_inputs=True, methods=methods, keep=keep)
+
         # Rank 0 reads the weights before any model is made, so that adapters get the same random numbers as in one
         # process.
         read = read_model(policy.model_path, policy.model) if sharded and ranks.first else None
@@ -191,32 +207,25 @@ class TrainerWorker(TokenWorker):
         device = "cpu" if policy.model.quantization is None else ranks.device
         model = load_model(policy.model_path, loaded, device, empty=sharded)
         whole, weights = read or (model, None)
-        family = family_of(base_model(model).config)
         loading = policy.model.model_dump(mode="json")
         who = None
         if ranks.first:
             who = identity(whole, policy.trainer, weights, temperature=policy.temperature, loading=loading)
         publisher = Publisher(model, processor, settings.workspace / "processor")
-        shard = None
-        if sharded:
-            low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
-            units = partial(blocks, family=family, dtype=torch.bfloat16 if low else None)
-            shard = sharder(
-                ranks,
-                settings.processes.copies,
-                units,
-                weights.of("model") if weights else None,
-                cast_inputs=True,
-                methods=["next_tokens", "own_logits"],
-                keep=keeps_gathered(policy.model_path, loaded, *trained),
-            )
+        teacher = None
+        if policy.teacher is not None:
+            source = policy.teacher_path, policy.teacher.model
+            taught = read_model(*source)[1] if sharded and ranks.first else None
+            scoring = load_model(*source, empty=sharded)
+            teacher = Teacher(policy.teacher, scoring, shard_of(scoring, taught, keep=False))
         learner = Learner(
             model,
             policy.trainer,
             temperature=policy.temperature,
             forbidden_token_ids=sorted(collator.forbidden_token_ids),
             ranks=ranks,
-            shard=shard,
+            shard=shard_of(model, weights, sharded and keeps_gathered(policy.model_path, loaded, *trained)),
+            teacher=teacher,
         )
         load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers, part=ranks.part)
         super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))

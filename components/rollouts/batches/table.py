@@ -20,7 +20,7 @@ from armature.components.artifacts.tables import (
     unpacked_array,
     write_table,
 )
-from armature.components.contracts.batches import Sample, TurnAdvantages
+from armature.components.contracts.batches import Sample, TeacherScores, TurnAdvantages
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.metrics import merged
@@ -46,6 +46,11 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
     if sample.experts is not None and (sample.experts.dtype != np.int16 or sample.experts.shape[:1] != length):
         return "experts", f"has {sample.experts.dtype} of shape {sample.experts.shape}, input_ids has {length}"
     mask, ids = sample.loss_mask, sample.input_ids
+    if (teacher := sample.teacher) is not None:
+        if teacher.logprobs.shape != (mask.sum(),) or teacher.ids.shape != teacher.likeliest.shape:
+            return "teacher", f"has {teacher.logprobs.shape} and {teacher.ids.shape} for {mask.sum()} trained tokens"
+        if lost := int((~np.isfinite(teacher.logprobs)).sum() + (~np.isfinite(teacher.likeliest)).sum()):
+            return "teacher", f"gives {lost} log-probs that are not finite"
     for bound, tokens in zip(vocabulary, (ids[mask], ids), strict=True):
         strange = tokens[(tokens < 0) | (tokens >= bound)]
         if len(strange):
@@ -147,7 +152,7 @@ def build_batch(
 BATCH_FILE = "batch.parquet"
 BATCH_SCHEMA = TableSchema(
     "batch",
-    2,
+    3,
     pa.schema(
         [
             ("sample_id", pa.string()),
@@ -161,10 +166,14 @@ BATCH_SCHEMA = TableSchema(
             ("reward", pa.float64()),
             ("images", pa.list_(IMAGE_REF)),
             ("experts", pa.binary()),
+            ("teacher_logprobs", pa.binary()),
+            ("teacher_ids", pa.binary()),
+            ("teacher_likeliest", pa.binary()),
         ]
     ),
 )
 _PER_TOKEN = ("input_ids", "loss_mask", "behavior_logprobs", "policy_versions", "advantages")
+_TEACHER = ("logprobs", "ids", "likeliest")
 _PER_SAMPLE = ("sample_id", "group_id", "trajectory_id", "reward")
 
 
@@ -184,6 +193,9 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
         BATCH_SCHEMA.schema.field("images").type,
     )
     columns["experts"] = pa.array([packed_array(sample.experts) for sample in samples], pa.binary())
+    for name in _TEACHER:
+        arrays = [getattr(sample.teacher, name, None) for sample in samples]
+        columns[f"teacher_{name}"] = pa.array(map(packed_array, arrays), pa.binary())
     table = pa.table([columns[name] for name in BATCH_SCHEMA.schema.names], schema=BATCH_SCHEMA.stored)
     write_table(folder / BATCH_FILE, table, BATCH_SCHEMA)
 
@@ -211,6 +223,8 @@ def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
         columns[name] = table.column(name).to_pylist()
     columns["images"] = [tuple(ImageRef(**row) for row in rows) for rows in columns["images"]]
     columns["experts"] = [unpacked_array(data) for data in columns["experts"]]
+    scores = zip(*(map(unpacked_array, table.column(f"teacher_{name}").to_pylist()) for name in _TEACHER), strict=True)
+    columns["teacher"] = [None if one[0] is None else TeacherScores(*one) for one in scores]
     return [Sample(**{name: column[row] for name, column in columns.items()}) for row in range(table.num_rows)]
 
 

@@ -124,7 +124,7 @@ class LinearHead(ABC):
         """
 
     def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        weight, bias = _linear(head)
+        weight, bias = weight_and_bias(head)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         keep = torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
@@ -206,7 +206,7 @@ def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.
     return HeadBlock(weight.to(dtype), None if bias is None else bias.to(precise), forbidden)
 
 
-def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+def weight_and_bias(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the head's weight (V, D) and bias (V,), with its adapters added if they are enabled."""
     if not isinstance(head, LoraLayer):
         return cast(Tensor, head.weight), cast("Tensor | None", head.bias)
