@@ -28,7 +28,7 @@ TurnAdvantages = Mapping[tuple[str, int], float]
 class TeacherScores:
     """A teacher's log-probs at the T trained tokens of a sample, at the sampler's temperature.
 
-    `logprobs` (T,) float32 are those of the tokens themselves. `ids` (T, k) int32 are the k tokens that the teacher
+    `logprobs` (T,) float32 belong to the tokens themselves. `ids` (T, k) int32 are the k tokens that the teacher
     finds likeliest in their place, in descending order, and `likeliest` (T, k) float32 are their log-probs; k may be 0.
     """
 

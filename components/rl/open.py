@@ -38,7 +38,7 @@ from armature.components.rl.teacher import refuse_other_tokens
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
-from armature.components.vlm.memory import chosen_recomputation, estimate_memory, memory_of_rank
+from armature.components.vlm.memory import BYTES, GIB, chosen_recomputation, estimate_memory, memory_of_rank
 
 QUANTIZED_BASE = "quantized-base"
 """Name of the workspace's folder with the initial weights after rounding to 4 bits."""
@@ -252,6 +252,11 @@ def check(
     memory = estimate.over(processes.shards, processes.context_parallel)
     for line in memory.lines(available, where):
         context.events.message(line)
+    if (teacher := settings.teacher) is not None:
+        source = locate(project_source(teacher.source), teacher.revision)
+        scoring = estimate_memory(source, teacher.model, settings.trainer, settings.inference.dtype)
+        size = scoring.parameters * (4 if processes.shards > 1 else BYTES[teacher.dtype]) / processes.shards
+        context.events.message(f"teacher weights        {size / GIB:.2f} GiB on each rank, beside the trainer's")
     if settings.model.gradient_checkpointing == "auto":
         choice = "recomputes" if model.gradient_checkpointing else "keeps"
         context.events.message(

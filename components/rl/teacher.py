@@ -19,6 +19,7 @@ from armature.components.vlm.settings import SampledTokens, TeacherSettings
 SIZES = (64, 48), (120, 200)
 """Widths and heights of the images of the example that both processors render."""
 WHERE = "teacher.source"
+REMEDY = "choose a teacher of the trained model's family and version; it scores the very tokens and images"
 
 
 def refuse_other_tokens(student: SampleCollator, teacher: SampleCollator) -> None:
@@ -32,14 +33,21 @@ def refuse_other_tokens(student: SampleCollator, teacher: SampleCollator) -> Non
     ours, theirs = (each.processor.tokenizer.get_vocab() for each in (student, teacher))
     if others := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
         first = others[0]
-        raise _other(
+        raise ConfigurationError(
             f"the tokenizers differ in {len(others)} of {len(ours)} tokens: {first!r} has the id {ours.get(first)}, in "
             f"the teacher {theirs.get(first)}",
-            "tokens",
+            code="teacher_tokens_differ",
+            where=WHERE,
+            remedy=REMEDY,
         )
     for name in ("image_token_id", "video_token_id", "forbidden_token_ids"):
         if (one := getattr(student, name)) != (other := getattr(teacher, name)):
-            raise _other(f"{name} is {_short(one)}, in the teacher {_short(other)}", "placeholders")
+            raise ConfigurationError(
+                f"{name} is {_short(one)}, in the teacher {_short(other)}",
+                code="teacher_placeholders_differ",
+                where=WHERE,
+                remedy=REMEDY,
+            )
     content = [*({"type": "image"} for _ in SIZES), {"type": "text", "text": "Compare 12.5 apples.\n\n¿Qué más?"}]
     messages = [{"role": "user", "content": content}]
     text = student.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -52,7 +60,12 @@ def refuse_other_tokens(student: SampleCollator, teacher: SampleCollator) -> Non
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other or not _equal(one[name], other[name]):
             shapes = [tuple(each[name].shape) if name in each else "missing" for each in (one, other)]
-            raise _other(f"{name} of an example, {shapes[0]}, differs from the teacher's, {shapes[1]}", "inputs")
+            raise ConfigurationError(
+                f"{name} of an example, {shapes[0]}, differs from the teacher's, {shapes[1]}",
+                code="teacher_inputs_differ",
+                where=WHERE,
+                remedy=REMEDY,
+            )
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -61,15 +74,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _short(ids: Any) -> str:
     return str(sorted(ids)[:8] if isinstance(ids, frozenset) else ids)
-
-
-def _other(what: str, kind: str) -> ConfigurationError:
-    return ConfigurationError(
-        what,
-        code=f"teacher_{kind}_differ",
-        where=WHERE,
-        remedy="choose a teacher of the trained model's family and version; it scores the very tokens and images",
-    )
 
 
 def mixed(samples: Sequence[Sample], teacher: TeacherSettings) -> tuple[list[Sample], dict[str, float]]:

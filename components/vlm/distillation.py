@@ -1,9 +1,9 @@
 """Distances between a teacher's and a student's distributions, over the teacher's likeliest tokens and the rest.
 
 At one token, P is the teacher's distribution and Q the student's. Both are reduced to k + 1 outcomes: the k tokens that
-the teacher finds likeliest, and all other tokens as one. A divergence of these is never larger than that of the whole
-distributions, it is 0 with gradient 0 if both are equal, and with k + 1 = V it is the whole. (A sum over k tokens alone
-would have a gradient at P = Q, because the mass of these tokens would depend on the student.)
+the teacher finds likeliest, and all other tokens as one. Their divergence is never larger than the whole
+distributions' divergence, it is 0 with gradient 0 if both are equal, and exact if k is V - 1 or V. (A sum over k tokens
+alone would have a gradient at P = Q, because the mass of these tokens would depend on the student.)
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Return log-probs (N, k + 1): those of k tokens, and of all others together."""
+    """Return log-probs (N, k + 1) of k tokens, and of all others together."""
     logprobs = logprobs.double()
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=REST)
     return torch.cat([logprobs, rest.log()], -1)

@@ -216,7 +216,7 @@ class Learner(TrainingEngine[Any]):
         check_samples(samples)
         settings, device, began, meter = self.settings, self.ranks.device, perf_counter(), Meter()
         corrects = settings.correction.mode != "none"
-        self.policy.routers.take_counts()  # forget those of scoring
+        self.policy.routers.take_counts()  # forget the counts of scoring
         rows_of_updates = list(updates(len(samples), settings.samples_per_update))
 
         # The importance correction refers to the policy at the start of the step. In the first update these are the
@@ -386,7 +386,7 @@ class Learner(TrainingEngine[Any]):
 
 def _forward(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, ...]:
     """Return log-probs (N,) and entropies (N,) of the tokens that the positions `at` predict; see `predicting`. The
-    `options` are those of `Policy.forward`, which may add results."""
+    `options` of `Policy.forward` may add results."""
     packing = batch.packing if isinstance(batch, PackedBatch) else None
     return policy(model_inputs(batch), at, packing, batch.experts, **options)
 

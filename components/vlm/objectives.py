@@ -272,7 +272,7 @@ def loss_of(
         reference: log-probs (N,) under the initial model; None without a KL term.
         start: log-probs (N,) of the policy at the start of the step; only the importance correction uses them.
         settings: the objective and its options.
-        distance: weighted distance (N,) to the teacher, with gradient; None if there is none, or advantages have it.
+        distance: weighted distance (N,) to the teacher, with gradient; None without a teacher or if advantages have it.
     """
     result = OBJECTIVES[settings.objective.name](tokens, settings.objective)
     loss = result.loss
