@@ -14,7 +14,7 @@ from PIL import Image
 from armature.components.contracts.batches import Sample
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.models.adapters.collate import SampleCollator
-from armature.components.vlm.settings import SampledTokens, TeacherSettings
+from armature.components.vlm.settings import SampledReverseKL, TeacherSettings
 
 SIZES = (64, 48), (120, 200)
 """Widths and heights of the images of the example that both processors render."""
@@ -85,7 +85,7 @@ def mixed(samples: Sequence[Sample], teacher: TeacherSettings) -> tuple[list[Sam
     """
     changed: list[Sample] = []
     gaps: list[npt.NDArray[np.float32]] = []
-    share = teacher.weight if isinstance(teacher.loss, SampledTokens) else 0.0
+    share = teacher.weight if isinstance(teacher.loss, SampledReverseKL) else 0.0
     for sample in samples:
         assert sample.teacher is not None
         gap = sample.teacher.logprobs - sample.behavior_logprobs[sample.loss_mask]

@@ -40,7 +40,7 @@ from armature.components.vlm.memory import offloaded_activations
 from armature.components.vlm.metrics import Meter, batch_report
 from armature.components.vlm.objectives import Tokens, loss_of, normalizer
 from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
-from armature.components.vlm.settings import SampledTokens, TeacherSettings, TrainerSettings
+from armature.components.vlm.settings import SampledReverseKL, TeacherSettings, TrainerSettings
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """A function that takes planned micro-batches, and yields each of them with its tensors in the order of the plan."""
@@ -252,7 +252,7 @@ class Learner(TrainingEngine[Any]):
                 tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
                 reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
                 distance = None
-                if taught is not None and self.teacher and not isinstance(self.teacher.settings.loss, SampledTokens):
+                if taught is not None and self.teacher and not isinstance(self.teacher.settings.loss, SampledReverseKL):
                     away = divergence(candidates[0], taught, self.teacher.settings.loss)
                     distance = self.teacher.settings.weight * away.to(logprobs.dtype)
                 loss = loss_of(tokens, entropy, reference, at_start, settings, distance)

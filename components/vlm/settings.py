@@ -159,7 +159,7 @@ class ChunkedLogprobs(Settings):
     this, `triton` computes logits once and keeps 2 bytes of each (in fp32 4) until the backward pass."""
 
 
-class SampledTokens(Settings):
+class SampledReverseKL(Settings):
     """Reverse KL estimated at the sampled tokens: each token's advantage is the teacher's log-prob minus the
     sampler's."""
 
@@ -210,7 +210,7 @@ class TeacherSettings(Settings):
     """Commit, tag or branch; required for a hub name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the teacher's weights."""
-    loss: SampledTokens | Divergence = Field(SampledTokens(name="sampled"), discriminator="name")
+    loss: SampledReverseKL | Divergence = Field(SampledReverseKL(name="sampled"), discriminator="name")
     """Distance between teacher and trained model."""
     weight: float = Field(1.0, gt=0, le=1)
     """Share of the teacher in the loss; the share of the rewards is 1 - weight."""
@@ -218,7 +218,7 @@ class TeacherSettings(Settings):
     @property
     def likeliest(self) -> int:
         """Number of the teacher's likeliest tokens that the loss needs at each sampled token."""
-        return 0 if isinstance(self.loss, SampledTokens) else self.loss.likeliest
+        return 0 if isinstance(self.loss, SampledReverseKL) else self.loss.likeliest
 
     @property
     def model(self) -> ModelSettings:
