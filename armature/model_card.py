@@ -228,7 +228,7 @@ def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData
         data |= {"base_model": base.source, **_license(base)}
         data["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
     if record.trained:
-        data["tags"].append("sft" if record.manifest.kind == "sft" else _method(record))
+        data["tags"].append("sft" if record.manifest.kind in ("sft", "warm-start") else _method(record))
     if HUB.fullmatch(dataset.get("type", "")):
         data["datasets"] = [dataset["type"]]
     if results := list(_results(record, form, dataset)):

@@ -21,7 +21,7 @@ def train_vlm(recipe: TrainVlm) -> list[str]:
         start = run("model", recipe)
         stage, made = "before training", {}
         if recipe.warm_start is not None:
-            start = run("sft", recipe, tasks=tasks, model=start)
+            start = run("warm-start", recipe, tasks=tasks, model=start)
             stage, made = "after warm start", {"warm start": start}
         trained = run("train-vlm", recipe, tasks=tasks, model=start)
         before = run("evaluate", recipe, of=stage, tasks=tasks, model=start)

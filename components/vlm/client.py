@@ -15,7 +15,7 @@ from armature.components.inference.probe import Probe, ProbeAnswer
 from armature.components.inference.replies import Endpoint
 from armature.components.machine.workers.requests import ANYTHING
 from armature.components.models.settings import ModelSettings
-from armature.components.training.client import ServiceClient
+from armature.components.training.client import FLOATS, ServiceClient
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
 
@@ -44,6 +44,8 @@ class TrainerPolicySettings(BaseModel):
     trainer: TrainerSettings
     temperature: PositiveFloat
     """Temperature at which the tokens were sampled."""
+    sampled: bool = True
+    """True if the tokens come from servers, which never sample placeholders of images: those get probability 0."""
     images: Path
     """Root folder of the image store."""
     teacher: TeacherSettings | None = None
@@ -80,6 +82,10 @@ class TrainerClient(ServiceClient):
         """Write the batch with the teacher's scores to the folder `into`. Calling again writes it again."""
         folders = {"batch": str(batch.resolve()), "folder": str(into.resolve())}
         self._ask("teach", self.machine.limits.train_timeout, ANYTHING, **folders)
+
+    def evaluate(self, batch: Path) -> dict[str, float]:
+        """Return the loss and the token accuracy of the batch; see `Learner.evaluate`."""
+        return self._ask("evaluate", self.machine.limits.train_timeout, FLOATS, batch=str(batch.resolve()))
 
     def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
         """Write the weights after step `version` to `folder` for servers, atomically, as one of a series of versions.

@@ -309,6 +309,17 @@ class Learner(TrainingEngine[Any]):
             taught.append(replace(sample, teacher=scores))
         return taught
 
+    def evaluate(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
+        """Return the mean loss of the trained tokens, -log p in nats, and the share that greedy decoding would choose.
+
+        Every rank calls it.
+        """
+        scored = self._forward_all(self.policy, samples, load, likeliest=1)
+        logprobs = torch.cat([scored[row][0] for row in range(len(samples))]).double()
+        likeliest = torch.cat([scored[row][2][:, 0] for row in range(len(samples))]).numpy()
+        tokens = np.concatenate([sample.input_ids[1:][sample.loss_mask[1:]] for sample in samples])
+        return {"loss": -logprobs.mean().item(), "token_accuracy": float((likeliest == tokens).mean())}
+
     def plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
         """Return the micro-batches of this rank for an update on `rows` of `samples`."""
         settings, (part, parts) = self.settings, self.ranks.data_parallel

@@ -315,21 +315,15 @@ class TrainerSettings(UpdateSettings):
         return self
 
 
-class WarmStartSettings(UpdateSettings):
-    """Supervised training on demonstrations that are played in the environment. Only answers are trained on."""
+class SupervisedSettings(UpdateSettings):
+    """Supervised training on the assistant's tokens of conversations."""
 
-    model_config = ConfigDict(title="Warm start")
+    model_config = ConfigDict(title="Supervised training")
 
-    demonstrations: NonNegativeInt = 0
-    """Number of tasks of the training split that are demonstrated, from the first one on; 0: all."""
-    heldout_demonstrations: NonNegativeInt = 0
-    """Number of held-out tasks that are demonstrated to report their loss; they are never trained on. 0: none."""
-    success_reward: float = 1.0
-    """Demonstrations with a smaller reward are dropped and counted."""
     max_sequence_tokens: PositiveInt
     """Turns that would end beyond this number of tokens are dropped and counted."""
     epochs: PositiveInt = 1
-    """Number of times that each demonstration is trained on."""
+    """Number of times that each conversation is trained on."""
     samples_per_step: PositiveInt = 32
     """Number of sequences of a step, which makes one optimizer update."""
 
@@ -341,10 +335,10 @@ class WarmStartSettings(UpdateSettings):
         """
         if self.warmup_steps > max_steps:
             raise ConfigurationError(
-                f"warmup_steps = {self.warmup_steps}, but the demonstrations make only {max_steps} steps",
+                f"warmup_steps = {self.warmup_steps}, but the conversations make only {max_steps} steps",
                 code="warmup_too_long",
-                where="warm_start.warmup_steps",
-                remedy="lower warmup_steps, or raise epochs or demonstrations",
+                where="trainer.warmup_steps or warm_start.warmup_steps",
+                remedy="lower warmup_steps, raise epochs, or give more conversations",
             )
         return TrainerSettings(
             **{name: getattr(self, name) for name in UpdateSettings.model_fields},
@@ -353,7 +347,20 @@ class WarmStartSettings(UpdateSettings):
         )
 
 
-class SFTSettings(Settings):
+class WarmStartSettings(SupervisedSettings):
+    """Supervised training on demonstrations that are played in the environment. Only answers are trained on."""
+
+    model_config = ConfigDict(title="Warm start")
+
+    demonstrations: NonNegativeInt = 0
+    """Number of tasks of the training split that are demonstrated, from the first one on; 0: all."""
+    heldout_demonstrations: NonNegativeInt = 0
+    """Number of held-out tasks that are demonstrated to report their loss; they are never trained on. 0: none."""
+    success_reward: float = 1.0
+    """Demonstrations with a smaller reward are dropped and counted."""
+
+
+class WarmStartStageSettings(Settings):
     """The sections of a recipe on which a warm-started checkpoint depends."""
 
     model: ModelSettings

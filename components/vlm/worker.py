@@ -131,7 +131,7 @@ class TokenWorker(ServiceWorker):
     def perform(self, command: Command, prepared: list[Sample]) -> Any:
         """Carry out a command that is not a training step.
 
-        It scores the samples, publishes or sends the weights, or answers a probe.
+        It scores or evaluates the samples, publishes or sends the weights, or answers a probe.
         """
         match command["name"]:
             case "score":
@@ -143,6 +143,9 @@ class TokenWorker(ServiceWorker):
                 if self.ranks.first:
                     write_batch(Path(command["folder"]), taught)
                 return None
+            case "evaluate":
+                with self._load.batch():
+                    return self.learner.evaluate(prepared, self._load)
             case "publish":
                 publish = {
                     "file": self._publisher.publish,
@@ -222,7 +225,7 @@ class TrainerWorker(TokenWorker):
             model,
             policy.trainer,
             temperature=policy.temperature,
-            forbidden_token_ids=sorted(collator.forbidden_token_ids),
+            forbidden_token_ids=sorted(collator.forbidden_token_ids) if policy.sampled else (),
             ranks=ranks,
             shard=shard_of(model, weights, sharded and keeps_gathered(policy.model_path, loaded, *trained)),
             teacher=teacher,

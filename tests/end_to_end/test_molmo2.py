@@ -50,7 +50,7 @@ def made(tmp_path_factory) -> dict[str, Artifact]:
     recipe = load_recipe("train-vlm/molmo2-tiny", (*SHORT, f'machine.store="{folder / "store"}"'))
     machine, inference = recipe.sections["machine"], recipe.sections["inference"]
     tasks, model = make(recipe, "tasks"), make(recipe, "model")
-    started = make(recipe, "sft", tasks=tasks, model=model)
+    started = make(recipe, "warm-start", tasks=tasks, model=model)
     with pytest.MonkeyPatch.context() as patch, start_blocking_portal() as portal:
         patch.setenv("VLLM_API_KEY", KEY)
         server = VllmServer(inference, machine, index=0, log_folder=folder / "server", api_key=KEY)
@@ -61,7 +61,7 @@ def made(tmp_path_factory) -> dict[str, Artifact]:
             evaluated = make(recipe, "evaluate", joined, tasks=tasks, model=trained)
         finally:
             portal.call(server.stop)
-    return {"model": model, "sft": started, "train-vlm": trained, "evaluate": evaluated}
+    return {"model": model, "warm-start": started, "train-vlm": trained, "evaluate": evaluated}
 
 
 def document(artifact: Artifact, name: str) -> Any:
@@ -74,7 +74,7 @@ def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
 
 
 def test_warm_start_learns_the_plans(made):
-    metrics = document(made["sft"], "metrics.json")
+    metrics = document(made["warm-start"], "metrics.json")
     assert metrics["heldout_loss"] < metrics["heldout_loss_before"] / 2
 
 
@@ -86,7 +86,7 @@ def test_server_and_trainer_agree_in_every_step(made):
 
 
 def test_each_stage_trains_the_whole_language_model(made):
-    for before, after in (("model", "sft"), ("sft", "train-vlm")):
+    for before, after in (("model", "warm-start"), ("warm-start", "train-vlm")):
         old, new = weights(made[before]), weights(made[after])
         assert old.keys() == new.keys()
         blocks = [name for name in old if ".blocks." in name]

@@ -94,9 +94,9 @@ recipe = load_recipe("train-vlm/colors", overrides)
 (root / "tasks").mkdir(exist_ok=True)
 (root / "tasks/environment.json").write_text(recipe.sections["environment"].model_dump_json())
 inputs = {name: Artifact(kind=name, path=root / name, digest=name) for name in ("tasks", "model")}
-from armature.components.vlm.settings import SFTSettings, WarmStartSettings
+from armature.components.vlm.settings import WarmStartStageSettings, WarmStartSettings
 settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks", "train-vlm", "evaluate")}
-settings["sft"] = SFTSettings(
+settings["warm-start"] = WarmStartStageSettings(
     model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
 )
 prints = {name: fingerprint(STAGES[name], each, {key: inputs[key] for key in STAGES[name].inputs})
@@ -139,7 +139,7 @@ def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
 def test_environment_code_and_data_change_every_playing_stage(tmp_path):
     """Each change is made in a new copy of the package, so that paths and times must not matter."""
     first = fingerprints(write(tmp_path / "first"))
-    assert set(first) == {"tasks", "train-vlm", "evaluate", "sft"}
+    assert set(first) == {"tasks", "train-vlm", "evaluate", "warm-start"}
     changes = {
         "a copy elsewhere": lambda root: None,
         "other code": edit("unrelated.py", "1", "2"),

@@ -54,7 +54,7 @@ def small_evaluation(settings, inputs, folder, context):
         raise DataError("seed 13 brings no luck", where="evaluation.seed", remedy="take another")
     model = inputs["model"]
     gain = float((model.path / "checkpoint/weights.txt").read_text()) if model.kind == "train-vlm" else 0.0
-    accuracy = 0.25 if model.kind == "sft" else 0.5 + settings.evaluation.seed / 100 + gain
+    accuracy = 0.25 if model.kind == "warm-start" else 0.5 + settings.evaluation.seed / 100 + gain
     (folder / "metrics.json").write_text(json.dumps({"accuracy": accuracy}))
     return StageReport(rows={"episodes": 4})
 
@@ -81,7 +81,7 @@ def small_stages(monkeypatch) -> Iterator[None]:
     import sys
     import types
 
-    runs = {"model": small_model, "sft": small_warm_start}
+    runs = {"model": small_model, "warm-start": small_warm_start}
     runs |= {"train-vlm": small_training, "evaluate": small_evaluation}
     runs |= {"demonstrations": small_data, "dataset": small_data, "quantile-stats": small_data, "policy": small_policy}
     runs |= {

@@ -193,13 +193,13 @@ def test_warm_start_comes_before_rl_and_is_in_the_lineage(recipe):
 
     stages = client().search_runs(["1"], "tags.`armature.stage` != ''")
     assert sorted(run.data.tags["armature.stage"] for run in stages) == sorted(
-        ["tasks", "model", "sft", "train-vlm", "evaluate", "evaluate"]
+        ["tasks", "model", "warm-start", "train-vlm", "evaluate", "evaluate"]
     )
-    (warm,) = [run for run in stages if run.data.tags["armature.stage"] == "sft"]
+    (warm,) = [run for run in stages if run.data.tags["armature.stage"] == "warm-start"]
     assert {point.step for point in client().get_metric_history(warm.info.run_id, "loss")} == {1, 2}
     names = [node.name for node in lineage(max(stages, key=lambda run: run.info.start_time).info.run_id).walk()]
-    assert {"evaluate after training", "train-vlm", "sft", "tasks", "model"} <= set(names)
-    assert names.index("train-vlm") < names.index("sft") < names.index("model")
+    assert {"evaluate after training", "train-vlm", "warm-start", "tasks", "model"} <= set(names)
+    assert names.index("train-vlm") < names.index("warm-start") < names.index("model")
 
 
 def test_failing_sweep_cell_keeps_the_results_of_others(recipe):

@@ -68,7 +68,7 @@ def main(name: str, *overrides: str) -> None:
     if recipe.flow == "train-vlm":
         tasks, model = run("tasks"), run("model")
         if "warm_start" in recipe.sections:
-            model = run("sft", tasks=tasks, model=model)
+            model = run("warm-start", tasks=tasks, model=model)
         trained = run("train-vlm", tasks=tasks, model=model)
         assert weights(trained) != weights(model), "it has learned nothing"
     else:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
-from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.artifacts.videos import FrameSettings
-from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
@@ -19,10 +15,14 @@ from armature.components.environments.dataset.files import DataFiles
 from armature.components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
 from armature.components.environments.dataset.select import RowReference, image_paths, select_rows
 from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
-from armature.components.environments.dataset.shards import COPY, Row
-from armature.components.environments.dataset.source import RowTable, is_hub_name, open_table, refuse_missing_source
+from armature.components.environments.dataset.shards import Row
+from armature.components.environments.dataset.source import (
+    image_names,
+    open_table,
+    refuse_missing_source,
+    table_at_commit,
+)
 from armature.components.environments.dataset.template import Place, parse_template
-from armature.components.machine.hub import commit_of
 from armature.components.machine.project import project_folder
 from armature.components.rewards.callables import CallableReward
 from armature.components.rewards.make import Rewards, make_rewards, refuse_missing_answer, reward_sources
@@ -79,7 +79,10 @@ class DatasetEnvironment:
             ConfigurationError, DataError: see `open_table`.
         """
         table = open_table(settings)
-        images = table.files.digest(_image_names(table, settings))
+        unused = {"rewards", "split", "filters", "check_images", "on_bad_row"}
+        used = settings.model_dump(mode="json", exclude=unused | {"reserved_tokens", "allow_special_tokens"})
+        names = image_names(table, used, lambda: image_paths(table, settings))
+        images = table.files.digest(names)
         return {"data": table.digest, "images": images, **reward_sources(settings.rewards)}
 
     @staticmethod
@@ -89,9 +92,7 @@ class DatasetEnvironment:
         Raises:
             DataError: see `hub_commit`.
         """
-        if settings.revision is None or not is_hub_name(settings):
-            return settings
-        return settings.model_copy(update={"revision": commit_of(settings.source, settings.revision, "dataset", say)})
+        return table_at_commit(settings, say)
 
     @staticmethod
     def refuse_ahead(settings: DatasetEnvironmentSettings, kind_field: str, most_images: int, most_videos: int) -> None:
@@ -209,18 +210,3 @@ class DatasetEpisode:
             return loaded
         except BadRow as bad:
             raise RolloutFailed("bad_video" if bad.reason == "bad_video" else "bad_image", bad.detail) from bad
-
-
-def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:
-    """Return the names of the images that are files, sorted.
-
-    Finding them takes a pass over all rows, so the list is cached on disk under the digests of the table and settings.
-    """
-    unused = {"rewards", "split", "filters", "check_images", "on_bad_row", "reserved_tokens", "allow_special_tokens"}
-    key = document_digest([COPY, table.digest, settings.model_dump(mode="json", exclude=unused)])
-
-    def write(path: Path) -> None:
-        path.write_text(json.dumps(sorted(set(image_paths(table, settings)))))
-
-    names = make_once(DownloadCache.standard().folder / "tables" / f"{key}.images.json", write)
-    return list(json.loads(names.read_text()))

@@ -27,7 +27,7 @@ from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles, FolderFiles
 from armature.components.environments.dataset.huggingface import label_reader, split_rows
 from armature.components.environments.dataset.images import TableImage, table_images
-from armature.components.environments.dataset.settings import DatasetEnvironmentSettings
+from armature.components.environments.dataset.settings import TableSettings
 from armature.components.environments.dataset.shards import ArrowRows, Row
 from armature.components.environments.dataset.source import is_hub_name, open_table, refuse_missing_source
 from armature.components.environments.dataset.values import plain_value
@@ -37,6 +37,8 @@ IMAGE_COLUMNS = ("image", "images")
 """Names of columns with an image or a list of images, as in TRL."""
 PROMPT = "prompt"
 """Name of the column with the prompt, a text or a list of messages, as in TRL."""
+MESSAGES = (PROMPT, "messages", "chosen", "rejected")
+"""Names of columns with lists of messages, as in TRL."""
 MESSAGE_IMAGES = ("image", "image_url", "url", "path")
 """Keys of a message's part that may hold an image."""
 SPLIT_NAMES = {"train": ("train",), "heldout": ("test", "validation")}
@@ -71,7 +73,7 @@ def describe_rows(rows: Any, split: str) -> WrittenRows | None:
         DataError: a file or folder does not exist, or two columns have the same name.
     """
     if isinstance(rows, str | Path):
-        if not is_hub_name(settings := _source_settings(str(rows))):
+        if not is_hub_name(settings := TableSettings(source=str(rows))):
             refuse_missing_source(settings)
         return None
     library = sys.modules.get("datasets")
@@ -198,14 +200,9 @@ def _with_names(row: Row, readers: Mapping[str, Callable[[Any], Any]]) -> Row | 
         return unknown_label
 
 
-def _source_settings(source: str) -> DatasetEnvironmentSettings:
-    """Return settings with which a source can be opened."""
-    return DatasetEnvironmentSettings(source=source, prompt="unused", rewards=({"name": "exact_match"},))
-
-
 def _source_rows(source: str, split: str) -> Iterator[tuple[Row | BadRow, DataFiles]]:
     """Yield the rows of a file, a folder or a dataset of the hub, of which the newest commit is used."""
-    settings = _source_settings(source)
+    settings = TableSettings(source=source)
     if is_hub_name(settings):
         settings = settings.model_copy(update={"revision": commit_of(source, "main", "dataset", print)})
     table = open_table(settings)
@@ -261,10 +258,11 @@ def _value(value: Any, column: str, folder: Path, files: DataFiles | None) -> An
         value = value.item()
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, Mapping) and column == PROMPT:
+    if isinstance(value, Mapping) and column in MESSAGES:
         # Datasets fill the fields that a message does not have with null.
         filled = {str(key): each for key, each in value.items() if each is not None}
-        images = [] if "role" in filled else [key for key in MESSAGE_IMAGES if key in filled]
+        shows = str(filled.get("type")).startswith(("image", "video"))  # arguments of a tool call do not
+        images = [key for key in MESSAGE_IMAGES if key in filled] if shows else []
         in_url = isinstance(url := filled.get("image_url"), Mapping) and url.keys() == {"url"}
         return {
             key: nested(each, column=IMAGE_COLUMNS[0] if key in images and not in_url else column)

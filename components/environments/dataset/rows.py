@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from armature.components.contracts.episodes import Role
 from armature.components.contracts.value_text import value_text
@@ -21,6 +21,7 @@ from armature.components.rewards.reward import extracted
 # --- Conversations in the format of Hugging Face and OpenAI: messages with a role and text or a list of parts ---
 
 ChatPart = str | Place | TableImage
+RoleT = TypeVar("RoleT", bound=str)
 ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
 
 
@@ -63,13 +64,18 @@ def _message(message: Any, number: int, image_token: str) -> tuple[Role, list[Ch
     parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
     made: list[ChatPart] = []
     for part in parts:
-        made += _part(part, number, image_token if role == "user" else "")
+        made += content_parts(part, number, image_token if role == "user" else "")
     if role != "user" and not all(isinstance(part, str) for part in made):
         raise BadRow("bad_conversation", f"message {number} has an image and is not from the user")
     return role, made
 
 
-def _part(part: Any, number: int, image_token: str) -> list[ChatPart]:
+def content_parts(part: Any, number: int, image_token: str) -> list[ChatPart]:
+    """Return one part of the content of message `number`: a text, cut at each `image_token`, or an image or video.
+
+    Raises:
+        BadRow: the part has another form.
+    """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return list(split_at(image_token, part["text"]))
@@ -145,8 +151,10 @@ def example_of(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> 
     except ValueError:
         missing = "null" if kind is None else type(kind).__name__
         raise BadRow("no_kind", f"{settings.kind!r} is {missing}") from None
-    shown = tuple((role, tuple(parts)) for role, parts in _with_images(messages, images))
-    _check_text(shown, answer, kind, settings.max_characters)
+    shown = tuple((role, tuple(parts)) for role, parts in place_images(messages, images))
+    if not any(isinstance(part, TableImage) or part.strip() for part in shown[-1][1]):
+        raise BadRow("no_text", "the prompt is empty")
+    check_text(shown, answer, kind, settings.max_characters)
     content = [[role, [part if isinstance(part, str) else part.reference for part in parts]] for role, parts in shown]
     key = _sha256(content)
     return RowExample(shown, answer, kind, key, _sha256([key, answer, kind]))
@@ -216,15 +224,15 @@ def _messages(
     return messages, None
 
 
-def _with_images(
-    messages: Sequence[tuple[Role, list[ChatPart]]], images: Sequence[TableImage]
-) -> Iterator[tuple[Role, list[Part]]]:
+def place_images(
+    messages: Sequence[tuple[RoleT, list[ChatPart]]], images: Sequence[TableImage]
+) -> Iterator[tuple[RoleT, list[Part]]]:
     """Put the row's images into their places in the messages, and join texts that follow one another.
 
     Without any place, all images go before the text of the user's first message.
 
     Raises:
-        BadRow: there are more or fewer places than images, or the last message is empty.
+        BadRow: there are more or fewer places than images.
     """
     left = list(images)
     if left and not any(isinstance(part, Place) for _, parts in messages for part in parts):
@@ -233,7 +241,7 @@ def _with_images(
             (role, [Place.IMAGES, *parts] if number == first else parts)
             for number, (role, parts) in enumerate(messages)
         ]
-    filled: list[tuple[Role, list[Part]]] = []
+    filled: list[tuple[RoleT, list[Part]]] = []
     for role, parts in messages:
         made: list[Part] = []
         for part in parts:
@@ -251,12 +259,15 @@ def _with_images(
         filled.append((role, made))
     if left:
         raise BadRow("image_count", f"the prompt has no place for {len(left)} of {len(images)} images")
-    if not any(isinstance(part, TableImage) or part.strip() for part in filled[-1][1]):
-        raise BadRow("no_text", "the prompt is empty")
     yield from filled
 
 
-def _check_text(messages: Sequence[tuple[Role, Sequence[Part]]], answer: Any, kind: str, most: int) -> None:
+def check_text(messages: Sequence[tuple[str, Sequence[Part]]], answer: Any, kind: str, most: int) -> None:
+    """Check that the texts of a row are valid Unicode and have at most `most` characters together.
+
+    Raises:
+        BadRow: they are not, or have more.
+    """
     texts = [part for _, parts in messages for part in parts if isinstance(part, str)]
     try:
         texts += [answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False), kind]

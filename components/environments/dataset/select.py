@@ -28,6 +28,7 @@ from armature.components.environments.dataset.settings import (
     DatasetEnvironmentSettings,
     FilterSettings,
     HashSplit,
+    TableSettings,
 )
 from armature.components.environments.dataset.shards import Row
 from armature.components.environments.dataset.source import SPLITS, RowTable
@@ -90,11 +91,11 @@ def select_rows(
                 if isinstance(row, BadRow):
                     raise row
                 for each in settings.filters:
-                    _check_filter(row.get(each.column), each)
+                    check_filter(row.get(each.column), each)
                 example = example_of(row, settings)
                 rewards.check(example.answer)
                 _check_reserved(example, demonstration_of(row, example, settings), reserved)
-                split = shard_split or _split_of(row, example, settings)
+                split = shard_split or split_of(row, example.key, settings)
                 images = tuple(example.images)
                 embedded = any(image.embedded for image in images)
                 files = tuple(image for image in images if not image.embedded)
@@ -180,7 +181,12 @@ def _check_reserved(example: RowExample, demonstration: str, reserved: re.Patter
             raise BadRow("reserved_token", f"{place} has {match.group()!r}, which the model reads as a special token")
 
 
-def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSettings) -> Split:
+def split_of(row: Row, key: str, settings: TableSettings) -> Split:
+    """Return the split of a row by its column or by a hash of `key`, which digests its prompt.
+
+    Raises:
+        BadRow: the column of the split or of the group is null, or has another value.
+    """
     split = settings.split
     if isinstance(split, ColumnSplit):
         value = row.get(split.column)
@@ -193,12 +199,12 @@ def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSetting
             return "heldout"
         raise BadRow("other_split", f"{split.column!r} is {value!r:.100}")
     assert isinstance(split, HashSplit)
-    key = _group(row, split.group, settings) if split.group else example.key
+    key = _group(row, split.group, settings) if split.group else key
     share = int.from_bytes(sha256(key.encode(errors="replace")).digest()[:8]) / 2**64
     return "heldout" if share < split.heldout else "train"
 
 
-def _group(row: Row, column: str, settings: DatasetEnvironmentSettings) -> str:
+def _group(row: Row, column: str, settings: TableSettings) -> str:
     value = row.get(column)
     if value is None:
         raise BadRow("no_group", f"{column!r} is null")
@@ -208,7 +214,7 @@ def _group(row: Row, column: str, settings: DatasetEnvironmentSettings) -> str:
     return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else scalar_text(value, column)
 
 
-def _check_filter(value: Any, each: FilterSettings) -> None:
+def check_filter(value: Any, each: FilterSettings) -> None:
     """Check that a row's value passes a filter.
 
     Raises:

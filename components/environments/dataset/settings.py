@@ -91,17 +91,8 @@ class FilterSettings(Settings):
         return self
 
 
-class DatasetEnvironmentSettings(Settings):
-    """Settings of the environment `dataset`. Each row of a table becomes a task of one turn: a prompt and an answer.
-
-    Example:
-        >>> settings = DatasetEnvironmentSettings(
-        ...     source="questions.jsonl", prompt="{image}{question}", images="photo", answer="answer",
-        ...     rewards=[{"name": "exact_match"}],
-        ... )
-        >>> settings.images, settings.split.heldout
-        (('photo',), 0.1)
-    """
+class TableSettings(Settings):
+    """Settings of a table of rows: its source, its columns with images, the split, and the rows to leave out."""
 
     source: Annotated[str, BeforeValidator(refuse_plain_url)] = Field(min_length=1)
     """A file, a glob, a folder of files, a folder of images, a saved Hugging Face dataset, the name of a dataset on the
@@ -114,6 +105,37 @@ class DatasetEnvironmentSettings(Settings):
     """Configuration of a hub dataset that has several; empty for none."""
     root: Annotated[str, BeforeValidator(refuse_plain_url)] = ""
     """Folder or URL to which paths of images are relative; empty means the folder of the source's files."""
+    images: Labels = ()
+    """Columns with the row's images, in order; a column may hold one image or a list."""
+    frames: FrameSettings = FrameSettings()
+    """Frames that are read from videos, which columns of images may hold too."""
+    image_token: str = ""
+    """Text in columns that stands for the row's next image, such as <image>; empty for none."""
+    split: SplitSettings = HashSplit(by="hash")
+    """Division into training and held-out rows."""
+    filters: tuple[FilterSettings, ...] = ()
+    """Conditions on columns; rows have to pass all of them."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """refuse: fail if any row cannot be used. skip: leave such rows out and count them by reason."""
+    allow_special_tokens: bool = False
+    """True allows the model's special tokens in rows, except those that stand for images. They change the conversation:
+    <|im_end|>, for example, ends a turn."""
+    max_characters: PositiveInt = Field(32768, le=2**20)
+    """Most characters of a row's prompt, system message and answer together."""
+
+
+class DatasetEnvironmentSettings(TableSettings):
+    """Settings of the environment `dataset`. Each row of a table becomes a task of one turn: a prompt and an answer.
+
+    Example:
+        >>> settings = DatasetEnvironmentSettings(
+        ...     source="questions.jsonl", prompt="{image}{question}", images="photo", answer="answer",
+        ...     rewards=[{"name": "exact_match"}],
+        ... )
+        >>> settings.images, settings.split.heldout
+        (('photo',), 0.1)
+    """
+
     prompt: str = ""
     """Template of the user's message. {column} is a column's value and {column[0]} the first item of a list; {image} is
     the row's next image and {images} all remaining ones. Without either, images come first. {{ and }} are braces.
@@ -123,12 +145,6 @@ class DatasetEnvironmentSettings(Settings):
     conversation: ColumnName = ""
     """Column with chat messages (role and content) to use instead of prompt. The model continues after the user's last
     message; a last message of the assistant is the answer, unless the setting answer names a column."""
-    images: Labels = ()
-    """Columns with the row's images, in order; a column may hold one image or a list."""
-    frames: FrameSettings = FrameSettings()
-    """Frames that are read from videos, which columns of images may hold too."""
-    image_token: str = ""
-    """Text in columns that stands for the row's next image, such as <image>; empty for none."""
     answer: ColumnName = ""
     """Column with the correct answer for the rewards; empty if they need none."""
     answer_extract: str = Field("all", pattern=EXTRACT)
@@ -138,25 +154,14 @@ class DatasetEnvironmentSettings(Settings):
     """Column by which evaluation breaks accuracy down; empty for none."""
     demonstration: str = ""
     """Template of the answer that a warm start trains on: <think>{solution}</think>{answer}. Empty means the answer."""
-    split: SplitSettings = HashSplit(by="hash")
-    """Division into training and held-out rows."""
-    filters: tuple[FilterSettings, ...] = ()
-    """Conditions on columns; rows have to pass all of them."""
     shuffle: bool = True
     """True orders the rows by environment.seed, which also selects the first train_tasks; false keeps their order."""
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """refuse: fail if any row cannot be used. skip: leave such rows out and count them by reason."""
     check_images: bool = True
     """True opens the images of every task before the start. Set false if reading all of them takes too long; the
     rollouts of a damaged image then fail and are counted."""
     reserved_tokens: tuple[str, ...] = ()
     """Texts that may not appear in what the model reads. The special tokens of the recipe's model, such as
     <|image_pad|>, are added when the tasks are listed."""
-    allow_special_tokens: bool = False
-    """True allows the model's special tokens in rows, except those that stand for images. They change the conversation:
-    <|im_end|>, for example, ends a turn."""
-    max_characters: PositiveInt = Field(32768, le=2**20)
-    """Most characters of a row's prompt, system message and answer together."""
     rewards: tuple[RewardSettings, ...] = Field(min_length=1)
     """Rewards that grade an answer, by name and weight: [{name = "exact_match"}]."""
 

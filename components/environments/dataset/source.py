@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
+from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Split
 from armature.components.contracts.errors import ConfigurationError, DataError
@@ -22,9 +25,9 @@ from armature.components.environments.dataset.huggingface import (
     saved_shards,
 )
 from armature.components.environments.dataset.images import METADATA, SUFFIXES, image_shards
-from armature.components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
-from armature.components.environments.dataset.shards import READERS, Shard
-from armature.components.machine.hub import HUB
+from armature.components.environments.dataset.settings import HashSplit, NameSplit, TableSettings
+from armature.components.environments.dataset.shards import COPY, READERS, Shard
+from armature.components.machine.hub import HUB, commit_of
 from armature.components.machine.project import project_folder, project_path
 from armature.components.machine.registry import nearest
 
@@ -57,7 +60,7 @@ class RowTable:
         """The shards by name, in a fixed order."""
         return {shard.name: shard for shard in self.open_shards()}
 
-    def splits(self, settings: DatasetEnvironmentSettings) -> dict[str, Split | None]:
+    def splits(self, settings: TableSettings) -> dict[str, Split | None]:
         """Return the split of each shard to use; None means that the split is decided for each row.
 
         Raises:
@@ -102,7 +105,7 @@ class RowTable:
         return names
 
 
-def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
+def open_table(settings: TableSettings) -> RowTable:
     """Return the table that `settings` name. Relative paths begin at the recipe's folder.
 
     Raises:
@@ -136,7 +139,7 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
     return RowTable(root, files.digest(names), lambda: [reader(files.path(name), name) for name in names])
 
 
-def refuse_missing_source(settings: DatasetEnvironmentSettings) -> None:
+def refuse_missing_source(settings: TableSettings) -> None:
     """Check that a source on this machine exists, and that a hub name has a revision. Nothing is read or fetched.
 
     Raises:
@@ -165,7 +168,7 @@ def _missing(files: DataFiles, pattern: str, others: Sequence[str] = ()) -> Data
     )
 
 
-def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
+def _huggingface(settings: TableSettings) -> RowTable:
     if not is_hub_name(settings):
         place = Path(_absolute(settings.source))
         files = open_folder(str(place))
@@ -177,13 +180,45 @@ def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
     return RowTable(root, f"{name}@{commit}", lambda: hub_shards(name, commit, settings.subset), True)
 
 
-def is_hub_name(settings: DatasetEnvironmentSettings) -> bool:
+def is_hub_name(settings: TableSettings) -> bool:
     """Check if the source is the name of a dataset on the hub and not a file or folder beside the recipe."""
     name = settings.source
     return bool(HUB.fullmatch(name)) and not name.startswith(".") and not project_path(name).exists()
 
 
-def _detected_format(settings: DatasetEnvironmentSettings) -> str:
+SettingsT = TypeVar("SettingsT", bound=TableSettings)
+
+
+def table_at_commit(settings: SettingsT, say: Callable[[str], None]) -> SettingsT:
+    """Return the settings with the commit in place of a branch or tag of a Hugging Face dataset.
+
+    Raises:
+        DataError: see `hub_commit`.
+    """
+    if settings.revision is None or not is_hub_name(settings):
+        return settings
+    return settings.model_copy(update={"revision": commit_of(settings.source, settings.revision, "dataset", say)})
+
+
+def image_names(table: RowTable, used: Any, paths: Callable[[], Iterable[str]]) -> list[str]:
+    """Return the distinct names of the images that are files, sorted.
+
+    Finding them takes a pass over all rows, so the list is cached on disk.
+
+    Args:
+        used: a JSON document of the settings on which the names depend.
+        paths: makes that pass, and yields a name for each image.
+    """
+    key = document_digest([COPY, table.digest, used])
+
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(sorted(set(paths()))))
+
+    names = make_once(DownloadCache.standard().folder / "tables" / f"{key}.images.json", write)
+    return list(json.loads(names.read_text()))
+
+
+def _detected_format(settings: TableSettings) -> str:
     """Return the source's format, from its name or the names of its files.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Warm start: supervised training on demonstrations before reinforcement learning."""
+"""Supervised training: on the user's conversations, or on demonstrations before reinforcement learning."""

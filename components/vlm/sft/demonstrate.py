@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from armature.components.artifacts.images import ImageStore, decode
-from armature.components.artifacts.videos import decode_video
+from armature.components.artifacts.videos import Video, decode_video
 from armature.components.contracts.episodes import DemonstrationEnvironment, Environment, Task
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
@@ -22,7 +22,7 @@ from armature.components.contracts.rollouts import Failure, GenerateOutputs, Tok
 from armature.components.inference.client import Completion, GenerationFailure, Message, Sampling
 from armature.components.inference.settings import EvaluationSamplingSettings
 from armature.components.inference.tool_calls import ToolFormat, tool_format_of
-from armature.components.models.adapters.collate import video_arguments
+from armature.components.models.adapters.collate import Shown, video_arguments
 from armature.components.rollouts.collect import allow_episodes
 from armature.components.rollouts.play import EpisodeRunner, RolloutId, SharedImages
 
@@ -67,18 +67,29 @@ class PromptWriter:
         `tools` are schemas that the chat template renders.
         """
         parts = [part for message in messages for part in _parts(message)]
-        shown: dict[str, Any] = {}
-        if images := [_encoded(part) for part in parts if part["type"] == "image_url"]:
-            shown["images"] = [list(map(decode, images))]
-        if videos := [decode_video(_encoded(part)) for part in parts if part["type"] == "video_url"]:
-            shown |= video_arguments(videos)
+        shown: list[Shown] = [decode(_encoded(part)) for part in parts if part["type"] == "image_url"]
+        shown += [decode_video(_encoded(part)) for part in parts if part["type"] == "video_url"]
         chat = [{**message, "content": [_for_template(part) for part in _parts(message)]} for message in messages]
+        return self.encode(self.render(chat, list(tools) or None), shown)
+
+    def render(self, chat: Sequence[Mapping[str, Any]], tools: Any = None, generate: bool = True) -> str:
+        """Return the text that the template makes of messages, with the beginning of an answer if `generate`."""
         with self._lock:
-            text = self._processor.apply_chat_template(
-                chat, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            text: str = self._processor.apply_chat_template(
+                list(chat), tools=tools, add_generation_prompt=generate, tokenize=False
             )
-            if shown:
-                ids = self._processor(text=[text], add_special_tokens=False, **shown)["input_ids"][0]
+        return text
+
+    def encode(self, text: str, shown: Sequence[Shown] = ()) -> TokenIds:
+        """Return a text as tokens (P,), with the placeholders of images and videos, in order, expanded."""
+        arguments: dict[str, Any] = {}
+        if images := [each for each in shown if not isinstance(each, Video)]:
+            arguments["images"] = [images]
+        if videos := [each for each in shown if isinstance(each, Video)]:
+            arguments |= video_arguments(videos)
+        with self._lock:
+            if arguments:
+                ids = self._processor(text=[text], add_special_tokens=False, **arguments)["input_ids"][0]
             else:
                 ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)

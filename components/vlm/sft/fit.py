@@ -1,4 +1,4 @@
-"""Training on demonstrations for several epochs, on a trainer service that may die and be restarted."""
+"""Training on samples for several epochs, on a trainer service that may die and be restarted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from armature.components.artifacts.json_lines import History
 from armature.components.contracts.batches import Sample
-from armature.components.contracts.stages import Events
+from armature.components.contracts.stages import TRAINING, Events
 from armature.components.machine.process import Scratch
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.client import run_steps
@@ -18,7 +18,7 @@ from armature.components.vlm.client import TrainerClient
 
 METRICS = {
     "loss": "loss",
-    "importance_ratio": "probability",  # the ratio to the demonstrator's probability, which is 1
+    "importance_ratio": "probability",  # the ratio to the probability of given tokens, which is 1
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "updates_skipped": "updates_skipped",
@@ -29,7 +29,6 @@ METRICS = {
     "memory/peak_gib": "memory/peak_gib",
 }
 """Metrics of the trainer that are meaningful without a sampler, and their names in the history."""
-HELDOUT_LOSS = "heldout/loss"
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def fit(
     """Run the training steps of `plan` that the newest checkpoint lacks, and publish the final weights to the folder
     `out`.
 
-    Step 0 of the history is the held-out loss before any training. A step is recorded before it is saved, so the
-    history never lacks a step that the weights contain.
+    Step 0 of the history has the held-out loss and token accuracy before any training. A step is recorded before it is
+    saved, so the history never lacks a step that the weights contain.
 
     Raises:
         TrainerError: the service refuses a command, or dies too often; see `run_steps`.
@@ -83,35 +82,26 @@ def fit(
     with Scratch() as folder:
         batch = Path(folder)
 
-        def held_out_loss() -> dict[str, float]:
+        def evaluated() -> dict[str, float]:
             if not heldout:
                 return {}
             write_batch(batch, heldout)
-            return {HELDOUT_LOSS: mean_loss(heldout, trainer.score(batch))}
+            return {f"heldout/{name}": value for name, value in trainer.evaluate(batch).items()}
 
         def one_step(step: int) -> None:
             write_batch(batch, plan.of(step))
             report = trainer.step(step, batch)
             metrics = {name: report[key] for key, name in METRICS.items() if key in report}
             if plan.ends_epoch(step):
-                metrics |= held_out_loss()
+                metrics |= evaluated()
             history.append(step, metrics)
             if step % save_every == 0 or step == plan.steps:
                 trainer.save()
             events.metrics(metrics, step)
-            events.progress("Warm start", step, plan.steps, loss=metrics["loss"], p=metrics["probability"])
+            shown = {name: metrics[f"heldout/{name}"] for name in ("token_accuracy",) if f"heldout/{name}" in metrics}
+            events.progress(TRAINING, step, plan.steps, loss=metrics["loss"], p=metrics["probability"], **shown)
 
         def begin() -> None:
-            history.append(0, held_out_loss())
+            history.append(0, evaluated())
 
         run_steps(trainer, plan.steps, begin, one_step, out, events)
-
-
-def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:
-    """Return the mean of -log p over the trained tokens of all samples, in nats per token.
-
-    Args:
-        scores: the log-probs (L,) that the trainer returned for each sample.
-    """
-    losses = [-score[1:][sample.loss_mask[1:]] for sample, score in zip(samples, scores, strict=True)]
-    return float(np.concatenate(losses).mean(dtype=np.float64))

@@ -14,7 +14,7 @@ from armature.components.environments.settings import EnvironmentSettings
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rollouts.table import read_rollouts
-from armature.components.vlm.settings import SFTSettings
+from armature.components.vlm.settings import WarmStartStageSettings
 from tests.builders import make_machine
 
 VALUES: dict[str, Any] = {
@@ -39,10 +39,10 @@ def test_warm_start_stage_lowers_heldout_loss(tmp_path):
     machine = make_machine(store=tmp_path / "store", threads=1)
     tasks = run_stage("tasks", environment, {}, machine)
     model = run_stage("model", model_settings, {}, machine)
-    settings = SFTSettings.model_validate({"model": values["model"], "warm_start": VALUES})
-    made = run_stage("sft", settings, {"tasks": tasks, "model": model}, machine)
+    settings = WarmStartStageSettings.model_validate({"model": values["model"], "warm_start": VALUES})
+    made = run_stage("warm-start", settings, {"tasks": tasks, "model": model}, machine)
 
-    manifest = read_manifest(open_artifact(made.path, "sft").path)
+    manifest = read_manifest(open_artifact(made.path, "warm-start").path)
     assert manifest.rows == {"demonstrations": 80, "samples": 64, "steps": 8} and not manifest.drops
     numbers = json.loads((made.path / "metrics.json").read_text())
     history = json.loads((made.path / "history.json").read_text())
@@ -57,4 +57,4 @@ def test_warm_start_stage_lowers_heldout_loss(tmp_path):
         environment.args["colors"]
     )
     assert '"trajectories":[{"id":' in (made.path / "report.html").read_text()
-    assert run_stage("sft", settings, {"tasks": tasks, "model": model}, machine).digest == made.digest
+    assert run_stage("warm-start", settings, {"tasks": tasks, "model": model}, machine).digest == made.digest
