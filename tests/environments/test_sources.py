@@ -17,7 +17,7 @@ from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.alfworld.games.folders import games_digest
 from armature.components.environments.alfworld.games.game import FolderGames
 from armature.components.environments.alfworld.games.generate import games_sources
-from tests.vlm.sft.test_stage import VALUES as WARM_START
+from tests.vlm.sft.test_warm_start import VALUES as WARM_START
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from armature.components.viewer.address import announced
 from armature.components.vlm.settings import WarmStartSettings
 from armature.deployments import flow_of
 from tests.refusals import refused
-from tests.vlm.sft.test_stage import VALUES as WARM_START
+from tests.vlm.sft.test_warm_start import VALUES as WARM_START
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
 

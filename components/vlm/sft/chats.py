@@ -98,8 +98,8 @@ def _message(message: Any, number: int, image_token: str) -> tuple[str, list[Any
     """Return the role, the parts of the content and the other fields of a message."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise BadRow("bad_conversation", f"the role of message {number} is not one of {', '.join(ROLES)}")
-    known = ("role", "content", *FIELDS)
-    if unknown := [key for key, value in message.items() if value is not None and key not in known]:
+    allowed = ("role", "content", *FIELDS)
+    if unknown := [key for key, value in message.items() if value is not None and key not in allowed]:
         raise BadRow("bad_conversation", f"message {number} has an unknown field {unknown[0]!r:.80}")
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content or ""}]

@@ -141,8 +141,8 @@ def reserved_texts(settings: ConversationsStageSettings) -> Callable[[ChatRow], 
 
     def check(chat: ChatRow) -> None:
         for text in chat.texts:
-            if found := [token for token in tokens if token in text]:
-                raise BadRow("reserved_token", f"a text has {found[0]!r}, which the model reads as a special token")
+            if special := [token for token in tokens if token in text]:
+                raise BadRow("reserved_token", f"a text has {special[0]!r}, which the model reads as a special token")
 
     return check
 

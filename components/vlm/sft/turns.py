@@ -32,7 +32,7 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def stop_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the tokens at which servers stop: the tokenizer's, and those of generation_config.json.
+    """Return the ids of the tokens at which servers stop: the tokenizer's, and the ones that generation_config.json lists.
 
     Args:
         model: folder of the checkpoint.
@@ -146,7 +146,7 @@ class TurnWriter:
     def _made(
         self, index: int, prompt: TokenIds, ids: TokenIds, images: tuple[ImageRef, ...], unread: list[dict[str, Any]]
     ) -> Turn:
-        said = ids[:-1] if len(ids) and int(ids[-1]) in self._stops else ids
+        text = ids[:-1] if len(ids) and int(ids[-1]) in self._stops else ids
         return Turn(
             index=index,
             prompt_token_ids=prompt,
@@ -156,7 +156,7 @@ class TurnWriter:
             policy_version=0,
             images=images,
             messages=json.dumps(unread, ensure_ascii=False),
-            completion=self.processor.tokenizer.decode(said),
+            completion=self.processor.tokenizer.decode(text),
             reward=0.0,
             reward_parts={},
             anchor_key=None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +14,10 @@ from armature.components.configuration.stages import TerminalEvents
 from armature.components.contracts.errors import TrainerError
 from armature.components.rollouts.batches.table import read_batch
 from armature.components.vlm.settings import WarmStartSettings
-from armature.components.vlm.sft.fit import EpochSampler, fit, mean_loss
+from armature.components.vlm.sft.fit import EpochSampler, fit
 from tests.builders import make_sample
 from tests.refusals import refused
-from tests.vlm.sft.test_stage import VALUES
+from tests.vlm.sft.test_warm_start import VALUES
 
 
 class CountingTrainer:
@@ -52,9 +51,10 @@ class CountingTrainer:
         self.weights.append([each.sample_id for each in read_batch(batch)])
         return {"loss": 1 / step, "importance_ratio": 0.5, "mismatch_kl": 7.0}
 
-    def score(self, batch: Path) -> list[np.ndarray]:
-        self._die_at("score")
-        return [np.where(each.loss_mask, -1.0 / (1 + len(self.weights)), 0.0) for each in read_batch(batch)]
+    def evaluate(self, batch: Path) -> dict[str, float]:
+        self._die_at("evaluate")
+        assert [each.sample_id for each in read_batch(batch)] == ["h"]
+        return {"loss": 1 / (1 + len(self.weights)), "token_accuracy": 0.5}
 
     def save(self) -> None:
         self._die_at("save")
@@ -86,7 +86,9 @@ def test_each_epoch_uses_each_sample_once(samples, epochs, size, seed):
         assert taken == Counter(str(index) for index in range(samples))
 
 
-@pytest.mark.parametrize("dies_at", [(2, 6), ("score",), ("save", 3), ("publish",), (1, "score", "save", "publish")])
+@pytest.mark.parametrize(
+    "dies_at", [(2, 6), ("evaluate",), ("save", 3), ("publish",), (1, "evaluate", "save", "publish")]
+)
 def test_fit_after_trainer_deaths_equals_uninterrupted_fit(tmp_path, dies_at):
     straight, killed = CountingTrainer(), CountingTrainer(*dies_at)
     (tmp_path / "a").mkdir()
@@ -107,11 +109,6 @@ def test_resumed_fit_completes_history(tmp_path):
     assert [row["step"] for row in history if "heldout/loss" in row] == [0, 3, 6, 9]
     assert history[0]["heldout/loss"] == 1.0 and history[9]["heldout/loss"] == pytest.approx(0.1)
     assert "mismatch_kl" not in history[1]  # there was no sampler
-
-
-def test_heldout_loss_is_mean_over_tokens():
-    scores = [np.array([0, 0, -1.0, -2.0]), np.array([9, 9, -6.0])]
-    assert mean_loss([make_sample("a"), make_sample("b", completion=1)], scores) == pytest.approx(3.0)
 
 
 def test_warm_start_trainer_minimizes_token_cross_entropy():

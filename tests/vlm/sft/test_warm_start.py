@@ -48,6 +48,7 @@ def test_warm_start_stage_lowers_heldout_loss(tmp_path):
     history = json.loads((made.path / "history.json").read_text())
     assert [row["step"] for row in history] == list(range(9))
     assert [row["step"] for row in history if "heldout/loss" in row] == [0, 4, 8]
+    assert numbers["heldout_token_accuracy"] > numbers["heldout_token_accuracy_before"]
     assert numbers["heldout_loss"] < 0.9 * numbers["heldout_loss_before"]
     assert locate(made.path) == made.path / "checkpoint"
 
