@@ -23,6 +23,10 @@ class BadRow(Exception):
     bad_image         an image is damaged, too large, animated, or neither PNG, JPEG nor WebP
     image_count       the prompt has more or fewer places for images than the row has images
     bad_conversation  the messages are not a chat that the model can continue
+    bad_tools         tool calls or schemas of tools have another form
+    turn_border       the chat template does not show where an answer begins
+    turn_end          the chat template does not show where an answer ends
+    template_error    the chat template refuses the conversation
     bad_text          a text is not valid Unicode
     wrong_type        a value has a type that the column cannot have
     reserved_token    a text contains a special token of the model

@@ -68,8 +68,11 @@ class Sft(Sections):
     FIRST_STAGES = ("model",)
 
     model: ModelSettings
+    """Where the weights come from and which of them are trained."""
     data: ConversationSettings
+    """The conversations, and which of them are held out."""
     trainer: SupervisedSettings
+    """Optimizer, epochs and micro-batches."""
     machine: MachineSection = Machine()
 
     def refuse_sources(self) -> None:

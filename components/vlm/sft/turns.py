@@ -32,7 +32,7 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def stop_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the tokens at which servers stop: the tokenizer's, and the ones that generation_config.json lists.
+    """Return the ids of the tokens at which servers stop: one of the tokenizer, and all in generation_config.json.
 
     Args:
         model: folder of the checkpoint.
