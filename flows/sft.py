@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from armature.components.vlm.sft.settings import Sft
+from armature.components.vlm.sft.recipe import Sft
 from armature.tasks.flow_run import deployment_name, tracked_flow
 from armature.tasks.parameters import takes
 from armature.tasks.reports import CheckpointResult, promote_candidate, report

@@ -138,7 +138,7 @@ RECIPES = Registry(
     {
         "alfworld-games": "armature.components.environments.alfworld.stage:AlfworldGames",
         "quantile-stats": f"{_ROBOTS}:QuantileStats",
-        "sft": "armature.components.vlm.sft.settings:Sft",
+        "sft": "armature.components.vlm.sft.recipe:Sft",
         "train-vlm": "armature.components.rl.recipe:TrainVlm",
         "evaluate": "armature.components.evaluation.settings:Evaluate",
         "evaluate/sweep": "armature.components.evaluation.settings:Sweep",

@@ -1,0 +1,50 @@
+"""The recipe of the flow `sft`: its sections, and the check before a run. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from armature.components.configuration.recipes import MachineSection, Sections
+from armature.components.contracts.machine import Machine
+from armature.components.contracts.stages import Artifact
+from armature.components.models.settings import ModelSettings
+from armature.components.vlm.settings import SupervisedSettings
+from armature.components.vlm.sft.conversations import example_lines, refuse_missing
+from armature.components.vlm.sft.settings import (
+    ConversationSettings,
+    ConversationsStageSettings,
+    SupervisedStageSettings,
+)
+
+
+class Sft(Sections):
+    """Recipe: train a model on the assistant's tokens of the user's conversations."""
+
+    FLOW = "armature.flows.sft.sft"
+    JOINED = (ConversationsStageSettings, SupervisedStageSettings)
+    FIRST_STAGES = ("model",)
+
+    model: ModelSettings
+    """Where the weights come from and which of them are trained."""
+    data: ConversationSettings
+    """The conversations, and which of them are held out."""
+    trainer: SupervisedSettings
+    """Optimizer, epochs and micro-batches."""
+    machine: MachineSection = Machine()
+
+    def refuse_sources(self) -> None:
+        """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
+        from armature.components.machine.project import project_source
+        from armature.components.models.source import check_source_name
+
+        if self.model.tiny is None:
+            check_source_name(project_source(self.model.source), self.model.revision)
+
+    def refuse_ahead(self) -> None:
+        """Refuse a source of conversations that does not exist."""
+        refuse_missing(self.data)
+
+    def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
+        """Print the first conversation that can be trained on, with its trained tokens marked."""
+        for line in example_lines(ConversationsStageSettings(model=self.model, data=self.data), inputs["model"].path):
+            say(line)
