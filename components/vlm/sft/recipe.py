@@ -25,7 +25,7 @@ class Sft(Sections):
     FIRST_STAGES = ("model",)
 
     model: ModelSettings
-    """Where the weights come from and which of them are trained."""
+    """The source of the weights, and the ones that are trained."""
     data: ConversationSettings
     """The conversations, and which of them are held out."""
     trainer: SupervisedSettings
