@@ -152,6 +152,7 @@ FAMILIES = _Families(
         "qwen3-vl": "armature.components.families.qwen:QWEN3_VL",
         "qwen3-vl-moe": "armature.components.families.qwen:QWEN3_VL_MOE",
         "qwen3.5": "armature.components.families.qwen:QWEN3_5",
+        "qwen3.5-moe": "armature.components.families.qwen:QWEN3_5_MOE",
         "llava": "armature.components.families.llava:LLAVA",
         "llava-next": "armature.components.families.llava:LLAVA_NEXT",
         "pixtral": "armature.components.families.pixtral:PIXTRAL",

@@ -70,7 +70,8 @@ def _config(settings: TinySettings, tokenizer: Any) -> Any:
 
 
 def _moe_config(settings: TinySettings, tokenizer: Any) -> Any:
-    """The first layer is dense; each other one has 8 experts, of which each token uses 2, and a shared one."""
+    """The first layer is dense; each other one has 8 experts in two groups and a shared one. Each token uses 2 experts
+    of one group."""
     from transformers import Glm4vMoeConfig
 
     experts = {
@@ -81,10 +82,19 @@ def _moe_config(settings: TinySettings, tokenizer: Any) -> Any:
         "n_shared_experts": 1,
         "moe_intermediate_size": EXPERT_WIDTH,
         "first_k_dense_replace": 1,
-        "n_group": 1,
+        "n_group": 2,
         "topk_group": 1,
     }
     return Glm4vMoeConfig(text_config=_text(settings, tokenizer) | experts, **_shared(settings, tokenizer))
+
+
+def _prefer(model: Any, settings: TinySettings) -> None:
+    """Prefer some experts by the correction bias of routers, which in released models evens out the load."""
+    from torch import nn
+
+    for layer in model.model.language_model.layers:
+        if hasattr(layer.mlp, "gate"):
+            nn.init.uniform_(layer.mlp.gate.e_score_correction_bias, -0.1, 0.1)
 
 
 def _processor(settings: TinySettings, tokenizer: Any) -> Any:
@@ -130,5 +140,5 @@ GLM4V_MOE = replace(
     wrap_classes=("Glm4vMoeTextDecoderLayer", "Glm4vMoeVisionBlock"),
     served_adapters=(),  # with adapters vLLM (0.32) ends on CPU at the first request
     served_entries={"text_config.use_qk_norm": False, "text_config.tie_word_embeddings": False},
-    tiny=TinyRecipe(VOCABULARY, glm("<|begin_of_image|><|image|><|end_of_image|>"), _moe_config, _processor),
+    tiny=TinyRecipe(VOCABULARY, glm("<|begin_of_image|><|image|><|end_of_image|>"), _moe_config, _processor, _prefer),
 )

@@ -1,5 +1,5 @@
-"""The families Qwen2-VL, Qwen2.5-VL, Qwen3-VL, its mixture of experts, and Qwen3.5: images of any size, and positions
-in three dimensions."""
+"""The families Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts: images of any
+size, and positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from armature.components.families.joins import cat
 from armature.components.families.tiny import PATCH, TinyRecipe, TinySettings, TinyVocabulary, chatml, text_sizes
 
 QWEN_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-EXPERT_WIDTH = 96  # unlike the hidden size, so that a wrongly transposed tensor has another shape
+EXPERT_WIDTH, SHARED_WIDTH = 96, 160  # unlike the hidden size, so that a wrongly transposed tensor has another shape
 MERGE = 2  # 2 x 2 patches become one token
+_OF_CLASS = ("model_type", "dtype")
 VOCABULARY = TinyVocabulary(
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_IMAGE_TOKENS),
     pad="<|endoftext|>",
@@ -88,18 +89,29 @@ def _config_3(settings: TinySettings, tokenizer: Any) -> Any:
 
 
 def _config_3_moe(settings: TinySettings, tokenizer: Any) -> Any:
-    """Return Qwen3-VL's configuration with 8 experts, of which each token uses 2, in place of each feed-forward
-    layer."""
     from transformers import Qwen3VLMoeConfig
 
-    text = _config_3(settings, tokenizer).text_config.to_dict()
-    text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
     # transformers always makes the weights of a token's experts sum to 1. vLLM asks.
-    text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    return Qwen3VLMoeConfig(
-        text_config={name: value for name, value in text.items() if name not in ("model_type", "dtype")},
-        vision_config=_vision_3(settings) | {"deepstack_visual_indexes": [0]},
-        tie_word_embeddings=settings.tie_embeddings,
+    more = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return _with_experts(Qwen3VLMoeConfig, _config_3(settings, tokenizer), more, tokenizer)
+
+
+def _config_3_5_moe(settings: TinySettings, tokenizer: Any) -> Any:
+    from transformers import Qwen3_5MoeConfig
+
+    more = {"shared_expert_intermediate_size": SHARED_WIDTH}
+    return _with_experts(Qwen3_5MoeConfig, _config_3_5(settings, tokenizer), more, tokenizer)
+
+
+def _with_experts(kind: Any, dense: Any, more: dict[str, Any], tokenizer: Any) -> Any:
+    """Return the configuration of class `kind` that has 8 experts, of which each token uses 2, in place of each
+    feed-forward layer of `dense`."""
+    text = dense.text_config.to_dict() | more
+    text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
+    parts = {"text_config": text, "vision_config": dense.vision_config.to_dict()}
+    return kind(
+        **{key: {name: part[name] for name in part if name not in _OF_CLASS} for key, part in parts.items()},
+        tie_word_embeddings=dense.tie_word_embeddings,
         **_ids(tokenizer),
     )
 
@@ -248,4 +260,11 @@ QWEN3_5 = replace(
     model_type="qwen3_5",
     wrap_classes=("Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"),
     tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_5, _PROCESSOR_3, _remember),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3.5-moe",
+    model_type="qwen3_5_moe",
+    wrap_classes=("Qwen3_5MoeDecoderLayer", "Qwen3_5MoeVisionBlock"),
+    tiny=TinyRecipe(VOCABULARY, TEMPLATE, _config_3_5_moe, _PROCESSOR_3, _remember),
 )

@@ -99,14 +99,15 @@ def expert_layout(folder: Path) -> tuple[int, int, int]:
     """Return how many experts a layer has, how many layers the language model has, and how many experts a token uses.
 
     Raises:
-        ConfigurationError: the checkpoint is not a mixture of experts, or not of Qwen's kind.
+        ConfigurationError: the checkpoint is not a mixture of experts.
     """
     config = read_config(folder)
-    experts = min(_first_integer(config, name) for name in ("num_experts", "num_local_experts"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = min(_first_integer(config, name) for name in names)
     layers, chosen = (_first_integer(config, name) for name in ("num_hidden_layers", "num_experts_per_tok"))
     if experts == _ANY or chosen == _ANY:
         raise ConfigurationError(
-            "config.json has no num_experts: the model has no experts, or none that can be replayed",
+            f"config.json has no number of experts ({', '.join(names)})",
             code="experts_missing",
             where=f"inference.replay_experts, {folder / 'config.json'}",
             remedy="leave it out",

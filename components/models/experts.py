@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 # Files of Qwen3-VL-MoE, released or ours, hold experts as (expert, in, out), which vLLM reads; the model has
 # (expert, out, in). transformers (5.23) transposes only if the shape differs from the model's. So it would write
@@ -34,12 +33,29 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
     }
 
 
+def scores_of(router: Any, logits: Tensor) -> Tensor:
+    """Return the scores (T, E) that a router gives to its E experts, in fp32 or more: softmax in Qwen's models, sigmoid
+    in GLM's. GLM's correction bias and groups of experts are for the choice alone."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+
+
+def weights_of(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return the weights (T, k) with which a router adds the outputs of k experts of each token, as transformers
+    computes them for the router's own choice."""
+    weights = scores_of(router, logits).gather(-1, experts)
+    if not hasattr(router, "e_score_correction_bias"):
+        return weights / weights.sum(-1, keepdim=True)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor
+
+
 class RouterHooks:
     """Reads what routers compute, and sends tokens to the experts that a server used (routing replay,
     https://arxiv.org/abs/2510.11370).
 
-    In a replay, a router still computes its logits and the weights of the given experts, with gradients. This supports
-    routers whose weights are a softmax over the chosen experts, as in Qwen's models.
+    In a replay, a router still computes its logits and the weights of the given experts, with gradients.
 
     Args:
         model: a model with or without experts. Its routers keep a reference to this object.
@@ -51,7 +67,7 @@ class RouterHooks:
         """True: keep the logits of the next forward passes for `balance_loss`."""
         self._experts: Tensor | None = None
         self._mask: Tensor | None = None
-        self._logits: list[Tensor] | None = None
+        self._logits: list[tuple[Any, Tensor, Tensor]] | None = None
         self._compared: list[Tensor] = []
         self._used: dict[int, Tensor] = {}
         for layer, router in self.routers.items():
@@ -74,11 +90,15 @@ class RouterHooks:
         (https://arxiv.org/abs/2101.03961, equations 4 to 6). It is about k, for k experts of a token, if the load is
         even. transformers takes the tokens of all layers together, so that two uneven layers can even out."""
         assert self._logits
-        logits, self._logits = self._logits, None  # the backward pass may compute layers again
-        router: Any = next(iter(self.routers.values()))
-        losses: list[Any] = [
-            load_balancing_loss_func((one,), router.num_experts, router.top_k, self._mask) for one in logits
-        ]
+        collected, self._logits = self._logits, None  # the backward pass may compute layers again
+        losses = []
+        for router, logits, chosen in collected:
+            scores = scores_of(router, logits)
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            mask = torch.ones_like(scores[:, :1]) if self._mask is None else self._mask[:, None].to(scores.dtype)
+            used = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+            shares, means = ((values * mask).sum(0) / mask.sum() for values in (used, probabilities))
+            losses.append(router.num_experts * (shares * means).sum())
         return torch.stack(losses).mean()
 
     def take_counts(self) -> dict[str, float]:
@@ -107,7 +127,7 @@ class RouterHooks:
         """Forward hook of a router: return its output for the given experts."""
         logits, weights, chosen = output
         if self._logits is not None:
-            self._logits.append(logits)
+            self._logits.append((router, logits, chosen))
         if self._experts is None:
             self._count(layer, chosen, logits.shape[-1])
             return output
@@ -117,9 +137,7 @@ class RouterHooks:
         other = compared & (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
         self._compared.append(torch.stack([other.sum(), compared.sum()]).double())
         self._count(layer, experts, logits.shape[-1])
-        replayed = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
-        replayed = replayed / replayed.sum(-1, keepdim=True)
-        return logits, replayed.to(weights.dtype), experts
+        return logits, weights_of(router, logits, experts).to(weights.dtype), experts
 
     @torch.no_grad()
     def _count(self, layer: int, experts: Tensor, n_experts: int) -> None:

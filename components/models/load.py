@@ -31,6 +31,7 @@ from armature.components.families.smolvlm import make_num2words_optional
 from armature.components.models.attention import apply_image_attention, check_image_attention
 from armature.components.models.experts import routers
 from armature.components.models.flash import is_installed
+from armature.components.models.grouped import GROUPED
 from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
 from armature.components.models.molmo2 import has_hub_layout, to_hub
 from armature.components.models.settings import ModelSettings
@@ -235,6 +236,7 @@ def _load_weights(
             locate(source, settings.revision),
             dtype=dtype,
             attn_implementation=_implementation(config, settings),
+            experts_implementation=GROUPED,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `_check_weights` reports them with a remedy
             **local_code_options(settings.trust_remote_code),
@@ -251,6 +253,7 @@ def _empty_model(config: PreTrainedConfig, settings: ModelSettings) -> PreTraine
             config,
             dtype=DTYPES[settings.dtype],
             attn_implementation=_implementation(config, settings),
+            experts_implementation=GROUPED,
             trust_remote_code=is_remote(config),
         )
 

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.activations import ACT2FN
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 
 from armature.components.models.context_parallel import to_device
 from armature.components.models.packed_attention import Segments
@@ -101,10 +102,13 @@ def windows_of(segments: Segments, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 # --- The layer ---
 
+_LAYERS = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
+"""Two classes with the same code."""
+
 
 def has_delta_layers(model: nn.Module) -> bool:
     """Check that a model has Gated DeltaNet layers that this module supports."""
-    return any(isinstance(module, Qwen3_5GatedDeltaNet) for module in model.modules())
+    return any(isinstance(module, _LAYERS) for module in model.modules())
 
 
 def use_packed_delta(model: nn.Module) -> None:
@@ -113,7 +117,7 @@ def use_packed_delta(model: nn.Module) -> None:
     Without this, transformers would pass convolution and state on from one packed row to the next, silently.
     """
     for module in model.modules():
-        if type(module) is Qwen3_5GatedDeltaNet:
+        if type(module) in _LAYERS:
             module.__class__ = PackedGatedDeltaNet
 
 

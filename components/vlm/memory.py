@@ -83,6 +83,13 @@ def recurrent_layers(text: PreTrainedConfig) -> tuple[int, int]:
     return layers, 4 * prod(getattr(text, name) for name in widths) if layers else 0
 
 
+def expert_values(text: PreTrainedConfig) -> int:
+    """Return how many values a layer's grouped products save for the backward pass, for a token: for each of its
+    experts the input, both halves of the first product, the activation of one, their product, and the output."""
+    used = getattr(text, "num_experts_per_tok", None) or 0
+    return used * (2 * text.hidden_size + 4 * text.moe_intermediate_size) if used else 0
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Estimated bytes of one rank of the trainer, and of one server's weights."""
@@ -104,7 +111,7 @@ class MemoryEstimate:
     activations: int
     """Bytes that transformer layers save for the backward pass: 34 per token and hidden unit in bf16 (arXiv 2205.05198
     without the attention scores) for each layer; with gradient checkpointing or offloading for one layer. Layers of
-    linear attention save a state in fp32 for every 64 tokens, too."""
+    linear attention save a state in fp32 for every 64 tokens, too, and experts what their products read."""
     logits: int
     """Bytes of one chunk of logits in fp32 with its gradient; with `triton` the gradient alone, in the dtype of matrix
     products; with `normal` the logits of a whole micro-batch."""
@@ -224,7 +231,7 @@ def estimate_memory_of(
         optimizer=ceil(trainable * (4 + moments + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
-        activations=17 * width * tokens * text.hidden_size * layers + states + inputs,
+        activations=(17 * text.hidden_size + expert_values(text)) * width * tokens * layers + states + inputs,
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )

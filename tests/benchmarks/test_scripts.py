@@ -85,6 +85,7 @@ def test_benchmark_runs_at_toy_size(script: str, monkeypatch: pytest.MonkeyPatch
     [
         ("attention_gpu", "main", [["qwen2.5-vl"]]),
         ("delta_gpu", "main", [[]]),
+        ("experts_gpu", "main", [[]]),
         ("families_gpu", "main", [["smolvlm"]]),
         ("logprobs_gpu", "record", []),
         ("memory_gpu", "main", [False]),

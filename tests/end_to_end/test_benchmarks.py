@@ -38,6 +38,7 @@ GPU_SCRIPTS = [
     ["attention_gpu", "small", "qwen2.5-vl"],
     ["bitwise_gpu", "small", "kernels"],
     ["delta_gpu", "small"],
+    ["experts_gpu", "small"],
     ["families_gpu", "small", "smolvlm"],
     ["memory_gpu", "small"],
     ["scaling_gpu", "small", "one", "copies", "A"],

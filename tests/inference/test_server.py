@@ -184,6 +184,9 @@ def test_only_mixture_of_experts_returns_experts(checkpoint):
     (folder / "config.json").write_text(json.dumps({"text_config": text}))
     assert "--enable-return-routed-experts" in server_command(folder, replaying, Machine(), port=1, gpus=())
     assert expert_layout(folder) == (8, 3, 2)
+    text = {"n_routed_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 46}  # GLM-4.5V's
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    assert expert_layout(folder) == (128, 46, 8)
 
 
 def test_text_only_server_may_be_causal(checkpoint):

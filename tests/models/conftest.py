@@ -18,7 +18,7 @@ from armature.components.models.tiny import make_tiny_checkpoint
 from tests.family_table import ALL
 
 EVERY_FAMILY = tuple(FAMILIES)
-BY_HAND = () if ALL else ("internvl3.5", "idefics3", "glm4v", "glm4v-moe", "gemma4")
+BY_HAND = () if ALL else ("qwen3.5-moe", "internvl3.5", "idefics3", "glm4v", "glm4v-moe", "gemma4")
 """Families whose slow tests run only with `ARMATURE_TEST_FAMILIES=all`, since each starts a server or trains.
 docs/models.md has the results, see `tests.family_table`."""
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"

@@ -31,10 +31,10 @@ from tests.vlm.conftest import model_settings
 SETTINGS = model_settings()
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), scope="language")
-LINEARS = {"glm4v": 12, "glm4v-moe": 14, "qwen3-vl-moe": 8, "qwen3.5": 15, "gemma4": 33}
+LINEARS = {"glm4v": 12, "glm4v-moe": 14, "qwen3-vl-moe": 8, "qwen3.5": 15, "qwen3.5-moe": 17, "gemma4": 33}
 """Linear layers of the language model, if not seven in each of two layers. GLM has one for gate and up projection;
-linear attention has five; experts are three-dimensional tensors. Gemma 4 has four layers, two of which have keys and
-values, and three more for embeddings of layers."""
+linear attention has five; experts are three-dimensional tensors, but shared experts and their gate are layers. Gemma 4
+has four layers, two of which have keys and values, and three more for embeddings of layers."""
 
 
 def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor]:

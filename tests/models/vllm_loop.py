@@ -35,9 +35,8 @@ def register_class(folder: str) -> None:
 
 def start(folder: str, videos: int = 0, rank: int = 0, towers: bool = False) -> LLM:
     register_class(folder)
-    linear = "linear_num_key_heads" in json.loads((Path(folder) / "config.json").read_text())["text_config"]
+    text = json.loads((Path(folder) / "config.json").read_text())["text_config"]
     gc.freeze()
-    experts = "num_local_experts" in json.loads((Path(folder) / "config.json").read_text()).get("text_config", {})
     return LLM(
         model=folder,
         dtype="float32",
@@ -46,12 +45,12 @@ def start(folder: str, videos: int = 0, rank: int = 0, towers: bool = False) -> 
         max_num_batched_tokens=8192,
         max_num_seqs=8,
         enable_chunked_prefill=False,
-        enable_prefix_caching=False if linear else None,  # as this project's CPU servers set it
+        enable_prefix_caching=False if "linear_num_key_heads" in text else None,  # as this project's CPU servers set it
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         limit_mm_per_prompt={"image": 4, "video": videos},
         num_gpu_blocks_override=512,
-        enable_return_routed_experts=experts,
+        enable_return_routed_experts="num_experts_per_tok" in text,
         enable_lora=rank > 0,
         max_lora_rank=-(-rank // 8) * 8 or 16,
         enable_tower_connector_lora=towers,

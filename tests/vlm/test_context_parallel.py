@@ -42,7 +42,9 @@ from .test_packing import conversations
 
 SIZES = {"hidden_size": 128, "heads": 4, "key_value_heads": 2}
 """Sizes of a model with two key-value heads, so that four ranks have to repeat each of these heads."""
-SHARED = [name for name in FAMILIES if name != "qwen3.5"]  # ranks cannot share the state of its linear attention
+SHARED = [
+    name for name in FAMILIES if not name.startswith("qwen3.5")
+]  # ranks cannot share the state of its linear attention
 CASES = (*SHARED, *("text", "five tokens", "adapters in the tower", "frozen tower", "recomputed", "windows", "long"))
 ON_FOUR = ("qwen2.5-vl", "qwen3-vl", "pixtral", "molmo2", "text", "five tokens", "adapters in the tower", "long")
 EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")

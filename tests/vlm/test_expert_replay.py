@@ -27,9 +27,9 @@ from .test_packing import assert_rows_are_separate, conversations
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
 
-@pytest.fixture
-def tiny(make_tiny) -> Tiny:
-    return make_tiny("qwen3-vl-moe")
+@pytest.fixture(params=["qwen3-vl-moe"])
+def tiny(request, make_tiny) -> Tiny:
+    return make_tiny(request.param)
 
 
 def with_experts(samples: Sequence[Sample]) -> list[Sample]:
@@ -103,6 +103,36 @@ def test_forced_experts_equal_layer_computed_by_hand(tiny):
     assert counts["experts_other"] > 0 and counts["experts_compared"] == 4
 
 
+def test_sigmoid_router_weighs_forced_experts_by_its_formula(make_tiny):
+    """In GLM's layer a bias and groups of experts are for the choice alone."""
+    block = make_tiny("glm4v-moe").model().model.language_model.layers[1].mlp
+    router = block.gate
+    router.weight.requires_grad_(True)
+    router.routed_scaling_factor = 2.5
+    assert router.num_group == 2 and router.e_score_correction_bias.abs().max() > 0
+    replay = RouterHooks(torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"1": block})}))
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 64, generator=random)
+    forced = torch.rand(6, LAYERS, EXPERTS, generator=random).argsort(-1)[..., :CHOSEN].to(torch.int16)
+    assert (forced[:, 1, 0] // 4 != forced[:, 1, 1] // 4).any()  # of both groups
+    scores = (x @ router.weight.T).sigmoid().gather(-1, forced[:, 1].long())
+    by_hand = 2.5 * scores / scores.sum(-1, keepdim=True)
+    replay.use(forced)
+    _, weights, experts = router(x)
+    assert torch.equal(experts, forced[:, 1].long())
+    gradients = [
+        torch.autograd.grad((one * torch.tensor([1.0, -2.0])).sum(), router.weight)[0] for one in (weights, by_hand)
+    ]
+    torch.testing.assert_close(weights, by_hand)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+    replay.use(None)
+    _, own, chosen = router(x)
+    replay.use(torch.stack([chosen, chosen], 1))
+    assert torch.equal(router(x)[1], own)
+
+
+@pytest.mark.parametrize("tiny", ["qwen3-vl-moe", "qwen3.5-moe", "glm4v-moe"], indirect=True)
 def test_packed_rows_with_replayed_experts_equal_separate_rows(tiny, tmp_path):
     samples = with_experts(conversations(tiny))
     assert_rows_are_separate(tiny, tiny.model(), samples, tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from armature.components.contracts.batches import Sample
 from armature.components.models import packed_delta
@@ -38,10 +39,10 @@ class InDouble:
         return getattr(torch, name)
 
 
-@pytest.fixture
-def tiny(make_tiny) -> Tiny:
+@pytest.fixture(params=["qwen3.5"])
+def tiny(request, make_tiny) -> Tiny:
     """A model with three layers of Gated DeltaNet below one of attention, and weights large enough to show a leak."""
-    return make_tiny("qwen3.5", layers=4, initializer_range=0.15)
+    return make_tiny(request.param, layers=4, initializer_range=0.15)
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def model(request, tiny, monkeypatch) -> Any:
     """The model in the dtype that the test names, by default in float64. transformers would compute parts in fp32."""
     if getattr(request, "param", DOUBLE) == SINGLE:
         return tiny.model()
-    monkeypatch.setattr(modeling_qwen3_5, "torch", InDouble())
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        monkeypatch.setattr(module, "torch", InDouble())
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     return tiny.model().double()
 
@@ -84,6 +86,7 @@ def outcomes(tiny: Tiny, model: Any, samples: list[Sample], folder: Any) -> list
 
 
 @pytest.mark.parametrize(("model", "tolerance"), [(DOUBLE, DOUBLE), (SINGLE, SINGLE)], indirect=["model"])
+@pytest.mark.parametrize("tiny", ["qwen3.5", "qwen3.5-moe"], indirect=True)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
 def test_packed_delta_rows_equal_separate_rows(tolerance, shared, model, tiny, tmp_path):
     samples = bushy(tiny) if shared else apart(bushy(tiny))

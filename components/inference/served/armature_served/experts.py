@@ -6,7 +6,7 @@ then reads the new, plain weights as packed ones, and log-probs are nats off wit
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def return_experts_on_cpu() -> None:
     def sample_tokens(self: Any, *arguments: Any, **options: Any) -> Any:
         output = sample(self, *arguments, **options)
         if hasattr(self, "chosen_experts"):
-            output.aux_output_connector_output = self.chosen_experts.of_step(self, self.scheduled)
+            output.aux_output_connector_output = self.chosen_experts.of_step(self.scheduled)
         return output
 
     sample_tokens.returns_experts = True  # type: ignore[attr-defined]
@@ -82,13 +82,23 @@ class ChosenExperts:
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-        config = runner.model_config
+        self.runner, config = runner, runner.model_config
         experts, layers = config.get_num_experts(), config.get_total_num_hidden_layers()
         k = config.hf_text_config.num_experts_per_tok
         self.by_slot = np.zeros((0, layers, k), np.uint8 if experts <= 256 else np.uint16)
         for module in runner.model.modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._add, module.layer_id))
+
+    @cached_property
+    def group(self) -> tuple[int, str]:
+        """The group of layers whose KV cache has a slot for each token, and one of the layers. Layers of linear
+        attention, which have a state for a whole sequence, are in other groups."""
+        from vllm.v1.kv_cache_interface import AttentionSpec
+
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        number = next(n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, AttentionSpec))
+        return number, groups[number].layer_names[0]
 
     def _add(self, layer: int, chosen: Any) -> None:
         """Store what a router has chosen, (tokens, k), for the tokens of the current forward pass."""
@@ -97,17 +107,17 @@ class ChosenExperts:
         mapping = get_forward_context().slot_mapping
         if not mapping:  # a profiling run
             return
-        slots = next(iter(mapping.values()))[: len(chosen)].numpy()
+        slots = mapping[self.group[1]][: len(chosen)].numpy()
         if (missing := int(slots.max()) + 1 - len(self.by_slot)) > 0:
             self.by_slot = np.pad(self.by_slot, ((0, missing), (0, 0), (0, 0)))
         self.by_slot[slots[slots >= 0], layer] = chosen.numpy()[slots >= 0]
 
-    def of_step(self, runner: Any, scheduled: Any) -> dict[str, Any]:
+    def of_step(self, scheduled: Any) -> dict[str, Any]:
         """Return the experts of the computed tokens of each scheduled request that were not returned yet."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
-        batch, outputs = runner.input_batch, dict[str, Any]()
-        table = batch.block_table[0]
+        batch, outputs = self.runner.input_batch, dict[str, Any]()
+        table = batch.block_table[self.group[0]]
         for request, start in scheduled.aux_output_connector_metadata.requests.items():
             row = batch.req_id_to_index[request]
             end = int(batch.num_computed_tokens_cpu[row]) + scheduled.num_scheduled_tokens[request]
