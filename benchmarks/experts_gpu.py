@@ -120,8 +120,8 @@ def main(words: list[str]) -> None:
     random, tables = torch.Generator().manual_seed(1), {}
     common = torch.randn(widths["hidden_size"], generator=random)
     for load, weight in LOADS.items():
-        own = torch.randn(1, tokens, widths["hidden_size"], generator=random)
-        x = (own + weight * common).to(DEVICE, next(model.parameters()).dtype)
+        each = torch.randn(1, tokens, widths["hidden_size"], generator=random)
+        x = (each + weight * common).to(DEVICE, next(model.parameters()).dtype)
         tables[load] = row = table(model, x, small)
         print(f"{load} load: the busiest expert has {row['busiest']:.1f} times as many tokens as on average")
         for way in WAYS:
