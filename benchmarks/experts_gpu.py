@@ -33,7 +33,7 @@ BANDWIDTH = 4.8e12
 """Bytes per second of an H200's memory, from its data sheet."""
 WAYS = {"ours": GROUPED, "transformers": "grouped_mm", "loop": "eager"}
 LOADS = {"even": 0.0, "uneven": 1.0}
-"""How much all tokens have in common, relative to what is their own."""
+"""The part that all tokens have in common, relative to what is their own."""
 
 
 class Experts(nn.Module):

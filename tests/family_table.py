@@ -37,6 +37,7 @@ REASONS = {
     ("glm4v-moe", "adapters"): "vLLM ends",
     ("qwen3-vl-moe", "adapters"): "vLLM ends",
     ("qwen3.5", "adapters"): "refused on CPU",
+    ("qwen3.5-moe", "adapters"): "refused on CPU",
 }
 """Results that no test can record, by family and cell, and the reason that the table gives."""
 Results = Mapping[str, Mapping[str, Any]]
