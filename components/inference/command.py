@@ -95,6 +95,10 @@ def vocabulary(folder: Path) -> tuple[int, int]:
     return _rows(tensors, "lm_head.weight") or min(rows, embedding), embedding
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that families give to the number of experts in a layer."""
+
+
 def expert_layout(folder: Path) -> tuple[int, int, int]:
     """Return how many experts a layer has, how many layers the language model has, and how many experts a token uses.
 
@@ -102,12 +106,11 @@ def expert_layout(folder: Path) -> tuple[int, int, int]:
         ConfigurationError: the checkpoint is not a mixture of experts.
     """
     config = read_config(folder)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = min(_first_integer(config, name) for name in names)
+    experts = min(_first_integer(config, name) for name in _EXPERTS)
     layers, chosen = (_first_integer(config, name) for name in ("num_hidden_layers", "num_experts_per_tok"))
     if experts == _ANY or chosen == _ANY:
         raise ConfigurationError(
-            f"config.json has no number of experts ({', '.join(names)})",
+            f"config.json has no number of experts ({', '.join(_EXPERTS)})",
             code="experts_missing",
             where=f"inference.replay_experts, {folder / 'config.json'}",
             remedy="leave it out",
@@ -117,8 +120,7 @@ def expert_layout(folder: Path) -> tuple[int, int, int]:
 
 def has_experts(config: Mapping[str, object]) -> bool:
     """Return True if a `config.json` describes a mixture of experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(_first_integer(config, name) not in (0, _ANY) for name in names)
+    return any(_first_integer(config, name) not in (0, _ANY) for name in _EXPERTS)
 
 
 def _rows(tensors: Tensors, name: str) -> int:
