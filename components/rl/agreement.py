@@ -222,7 +222,8 @@ class RecordingGenerator:
     async def complete(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> Completion:
-        completion = await self._generator.complete(messages, sampling, seed, tools)
+        offered = {"tools": tools} if tools else {}  # scripted policies need not know of tools
+        completion = await self._generator.complete(messages, sampling, seed, **offered)
         self.completions.append(completion)
         return completion
 

@@ -51,6 +51,12 @@ EXAMPLES = {
         "an image",
         1.0,
     ),
+    "dot": Example(
+        {"image_size": 64, "dot": [10, 20]},
+        lambda task, turn: f" {task.payload['color'].title()}.\n",
+        "an image",
+        1.0,
+    ),
     "motion": Example(
         {"frames": 6, "image_size": 56},
         lambda task, turn: f" {task.payload['way'].title()}.\n",
