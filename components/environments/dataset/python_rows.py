@@ -262,12 +262,10 @@ def _value(value: Any, column: str, folder: Path, files: DataFiles | None) -> An
         # Datasets fill the fields that a message does not have with null.
         filled = {str(key): each for key, each in value.items() if each is not None}
         shows = str(filled.get("type")).startswith(("image", "video"))  # arguments of a tool call do not
-        images = [key for key in MESSAGE_IMAGES if key in filled] if shows else []
-        in_url = isinstance(url := filled.get("image_url"), Mapping) and url.keys() == {"url"}
-        return {
-            key: nested(each, column=IMAGE_COLUMNS[0] if key in images and not in_url else column)
-            for key, each in filled.items()
-        }
+        shown = {key: IMAGE_COLUMNS[0] for key in MESSAGE_IMAGES if shows and key in filled}
+        if isinstance(url := filled.get("image_url"), Mapping) and url.keys() == {"url"} and shows:
+            return filled | {"image_url": {"url": nested(url["url"], column=IMAGE_COLUMNS[0])}}
+        return {key: nested(each, column=shown.get(key, column)) for key, each in filled.items()}
     if isinstance(value, Mapping):
         return {str(key): nested(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
