@@ -155,6 +155,7 @@ def link_viewer(label: str, fingerprint: str, store: Path) -> None:
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
     *("reward", "episodes", "failed", "action_error", "mean_action_error"),
+    *("heldout_loss_before", "heldout_loss", "heldout_token_accuracy_before", "heldout_token_accuracy"),
 )
 """Names of the metrics in the table of results. Metrics of a second split are called SPLIT/NAME there. MLflow has all
 metrics."""
