@@ -216,7 +216,7 @@ _EXCEPTION = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\
 
 
 def cause_of(log: str) -> str:
-    """Return the last exception in vLLM's log with its message, "" if there is none.
+    """Return the last exception in vLLM's log and its message. Without an exception, return "".
 
     The API server's exception is not taken where it only refers to the one of its engine's process, which vLLM logs
     earlier, above a long traceback.

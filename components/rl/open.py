@@ -79,7 +79,7 @@ def open_run(
     )
     if teacher is not None:
         refuse_other_tokens(adapter.collator, get_collator(teacher_path, load_processor(teacher_path, teacher.model)))
-        context.events.message(f"teacher: {teacher_path}; its tokenizer and image processor are those of the model")
+        context.events.message(f"teacher: {teacher_path}; it has the same tokenizer and image processor as the model")
     servers = ServerPool(
         weights,
         settings.inference,

@@ -165,7 +165,7 @@ def test_advantages_mix_rewards_and_teacher_by_weight(tiny):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["name"])
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 def test_step_descends_the_divergence_of_a_biased_teacher(tiny, loss, backend):
-    """The gradient norm is that of a loss written with the model's own logits."""
+    """The gradient norm equals the one of a loss that is written with the model's own logits."""
     teacher = load_model(tiny.folder, model_settings())
     head = teacher.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.from_numpy(np.random.default_rng(0).normal(size=len(head.weight))).float())
