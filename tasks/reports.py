@@ -156,6 +156,7 @@ SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
     *("reward", "episodes", "failed", "action_error", "mean_action_error"),
     *("heldout_loss_before", "heldout_loss", "heldout_token_accuracy_before", "heldout_token_accuracy"),
+    *("heldout_chosen_likelier_before", "heldout_chosen_likelier", "heldout_pair_accuracy"),
 )
 """Names of the metrics in the table of results. Metrics of a second split are called SPLIT/NAME there. MLflow has all
 metrics."""

@@ -38,7 +38,7 @@ from armature.components.vlm.distillation import divergence
 from armature.components.vlm.logprobs import Policy, check_head, predicting
 from armature.components.vlm.memory import offloaded_activations
 from armature.components.vlm.metrics import Meter, batch_report
-from armature.components.vlm.objectives import Tokens, loss_of, normalizer
+from armature.components.vlm.objectives import Tokens, loss_of, normalizer, together
 from armature.components.vlm.packing import MicroBatch, PackedBatch, micro_batches, packed_micro_batches, share, updates
 from armature.components.vlm.settings import SampledReverseKL, TeacherSettings, TrainerSettings
 
@@ -327,9 +327,9 @@ class Learner(TrainingEngine[Any]):
         if settings.packing:
             config = base_model(self.model).config
             image_token = getattr(config, family_of(config).placeholder)
-            planned = packed_micro_batches(samples, rows, *most, image_token, parts)
+            planned = packed_micro_batches(samples, rows, *most, image_token, parts, together(settings))
         else:
-            planned = micro_batches(samples, rows, *most, parts)
+            planned = micro_batches(samples, rows, *most, parts, together(settings))
         return share(planned, part, parts)
 
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.machine.project import load_object
@@ -162,6 +163,37 @@ def function(tokens: Tokens, settings: FunctionObjective) -> PerToken:
         )
     nothing = torch.zeros_like(loss, dtype=torch.bool)
     return PerToken(loss, nothing, nothing)
+
+
+class PairLoss:
+    """The loss of direct preference optimization, for pairs of a chosen and a rejected answer.
+
+    Rows 2k and 2k + 1 are a pair, whose tokens have the advantage 1 or -1, and b is the log-prob under the initial
+    model. Each token has the loss of its pair, -log sigmoid(beta m) with m the sum of A_t (lp_t - b_t) over both rows,
+    so that with aggregation "sequence" the loss is the mean over pairs. Source: equation 7 of Rafailov et al. 2023
+    (arXiv:2305.18290).
+    """
+
+    together = 2
+
+    def __call__(self, tokens: Tokens, *, beta: float) -> Tensor:
+        pairs = tokens.rows // 2
+        terms = tokens.advantages * (tokens.logprobs - tokens.behavior)
+        margins = terms.new_zeros((tokens.n_rows + 1) // 2).index_add(0, pairs, terms)
+        return softplus(-beta * margins)[pairs]
+
+
+dpo = PairLoss()
+
+
+def together(settings: TrainerSettings) -> int:
+    """Return the number of consecutive samples that the objective compares, which share a forward pass.
+
+    It is the attribute `together` of a function, such as 2 for a loss of pairs, and 1 for any other objective.
+    """
+    if not isinstance(settings.objective, FunctionObjective):
+        return 1
+    return getattr(load_object(settings.objective.function, "objective"), "together", 1)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PerToken:

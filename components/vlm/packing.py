@@ -276,32 +276,47 @@ def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
 
 
 def micro_batches(
-    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, ranks: int = 1
+    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, ranks: int = 1, together: int = 1
 ) -> list[MicroBatch]:
     """Plan padded micro-batches for the samples at the positions `rows`, longest samples first.
 
     In each micro-batch, the number of rows times the length of the longest one is at most `max_tokens`. Lengths include
     image tokens, which the server expanded. A sample longer than `max_tokens` is alone. Several `ranks` get equally
     many micro-batches, and samples are spread over these as evenly as possible.
-    """
-    lengths = {row: len(samples[row].input_ids) for row in rows}
-    order = sorted(rows, key=lambda row: (-lengths[row], row))
 
-    def cut(tokens: int) -> list[list[int]]:
-        groups: list[list[int]] = []
-        for row in order:
-            longest = lengths[groups[-1][0]] if groups else 0
-            if groups and len(groups[-1]) < max_rows and longest * (len(groups[-1]) + 1) <= tokens:
-                groups[-1].append(row)
+    Args:
+        together: every so many consecutive `rows` stay neighbors in one micro-batch, even if they exceed its limits.
+    """
+    units = [tuple(rows[at : at + together]) for at in range(0, len(rows), together)]
+    lengths = {unit: max(len(samples[row].input_ids) for row in unit) for unit in units}
+    order = sorted(units, key=lambda unit: (-lengths[unit], unit))
+
+    def cut(tokens: int) -> list[list[tuple[int, ...]]]:
+        groups: list[list[tuple[int, ...]]] = []
+        for unit in order:
+            count = together * (len(groups[-1]) + 1) if groups else 0
+            if groups and count <= max_rows and lengths[groups[-1][0]] * count <= tokens:
+                groups[-1].append(unit)
             else:
-                groups.append([row])
+                groups.append([unit])
         return groups
 
-    return [MicroBatch(tuple(samples[row] for row in group), tuple(group)) for group in _even(cut, max_tokens, ranks)]
+    return [_micro_batch(samples, group) for group in _even(cut, max_tokens, ranks)]
+
+
+def _micro_batch(samples: Sequence[Sample], units: Sequence[Sequence[int]], packed: bool = False) -> MicroBatch:
+    members = tuple(row for unit in units for row in unit)
+    return MicroBatch(tuple(samples[row] for row in members), members, packed)
 
 
 def packed_micro_batches(
-    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, image_token: int, ranks: int = 1
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    max_tokens: int,
+    max_rows: int,
+    image_token: int,
+    ranks: int = 1,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """Plan packed micro-batches for the samples at the positions `rows`, each with at most `max_tokens` packed tokens.
 
@@ -312,17 +327,22 @@ def packed_micro_batches(
 
     Args:
         image_token: id of the tokens that stand for images.
+        together: see `micro_batches`.
     """
     contents = [estimated_content(samples[row], image_token) for row in rows]
-    order = sort_rows(contents)
-    shared = [0, *(shared_prefix(contents[a], contents[b]) for a, b in pairwise(order))]
-    sizes = [len(contents[at]) for at in order]
-    cut = partial(_packed, sizes, shared, max_rows=max_rows, at_borders=ranks == 1)
-    planned = []
-    for places in _even(cut, max_tokens, ranks):
-        members = [rows[order[place]] for place in places]
-        planned.append(MicroBatch(tuple(samples[row] for row in members), tuple(members), packed=True))
-    return planned
+    units = [range(at, min(at + together, len(rows))) for at in range(0, len(rows), together)]
+    order = sort_rows([contents[unit[0]] for unit in units])
+    shared = [0, *(shared_prefix(contents[units[a][0]], contents[units[b][0]]) for a, b in pairwise(order))]
+    sizes = [
+        sum(len(contents[at]) for at in units[place])
+        - sum(shared_prefix(contents[a], contents[b]) for a, b in pairwise(units[place]))
+        for place in order
+    ]
+    cut = partial(_packed, sizes, shared, max_rows=max(max_rows // together, 1), at_borders=ranks == 1)
+    return [
+        _micro_batch(samples, [[rows[at] for at in units[order[place]]] for place in places], packed=True)
+        for places in _even(cut, max_tokens, ranks)
+    ]
 
 
 def _packed(

@@ -121,6 +121,22 @@ def test_packed_plan_contains_each_row_once_within_limits(texts, max_tokens, max
     assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
 
 
+@given(st.lists(TEXT, min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_pairs_are_neighbors_in_one_micro_batch(texts, max_tokens, max_rows, ranks, packing):
+    samples = [_sample(np.array(text + end), (), "") for text in texts for end in ((1,), (2, 3))]
+    if packing:
+        plan = packed_micro_batches(samples, range(len(samples)), max_tokens, max_rows, IMAGE, ranks, together=2)
+    else:
+        plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows, ranks, together=2)
+    pairs = [(micro.rows[at], micro.rows[at + 1]) for micro in plan for at in range(0, len(micro.rows), 2)]
+    assert sorted(pairs) == [(row, row + 1) for row in range(0, len(samples), 2)]
+    for micro in plan:
+        assert micro.samples == tuple(samples[row] for row in micro.rows)
+        assert len(micro.rows) <= max(max_rows, 2)
+        longest = max(len(each.input_ids) for each in micro.samples)
+        assert packing or len(micro.rows) == 2 or longest * len(micro.rows) <= max_tokens
+
+
 def test_packed_groups_stay_together_if_they_fit():
     group = [[k, k, k, k, *end] for k in (1, 2, 3) for end in ((5,), (6,), (7,))]
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]

@@ -24,6 +24,8 @@ class BadRow(Exception):
     image_count       the prompt has more or fewer places for images than the row has images
     bad_conversation  the messages are not a chat that the model can continue
     bad_tools         tool calls or schemas of tools have another form
+    no_prompt         the conversations of a pair begin differently
+    equal_answers     the answers of a pair are the same
     turn_border       the chat template does not show where an answer begins
     turn_end          the chat template does not show where an answer ends
     template_error    the chat template refuses the conversation

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +13,7 @@ from armature.components.environments.dataset.bad_rows import BadRow
 from armature.components.environments.dataset.images import TableImage, table_images
 from armature.components.environments.dataset.rows import check_text, content_parts, place_images
 from armature.components.environments.dataset.values import read_json
-from armature.components.vlm.sft.settings import ConversationSettings
+from armature.components.vlm.sft.settings import ConversationSettings, PairColumns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
@@ -30,10 +31,15 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatRow:
-    """The conversation of a row, and the schemas of the tools that it may call."""
+    """A conversation of a row, and the schemas of the tools that it may call.
+
+    Answers before message number `since` are not trained on. It is the first message in which the two conversations of
+    a pair differ, and 0 for a conversation of its own.
+    """
 
     messages: tuple[ChatMessage, ...]
     tools: list[Any] | None
+    since: int = 0
 
     @property
     def images(self) -> Iterator[TableImage]:
@@ -50,8 +56,9 @@ class ChatRow:
 
     @property
     def key(self) -> str:
-        """Digest of all that comes before the last answer. Rows with equal ones belong into the same split."""
-        last = max(number for number, message in enumerate(self.messages) if message.role == "assistant")
+        """Digest of all that comes before the last answer, or before both answers of a pair. Rows with equal ones
+        belong into the same split."""
+        last = self.since or max(at for at, message in enumerate(self.messages) if message.role == "assistant")
         shown = [
             [one.role, dict(one.fields), [each if isinstance(each, str) else each.reference for each in one.content]]
             for one in self.messages[:last]
@@ -70,9 +77,49 @@ def chat_row(row: Mapping[str, Any], settings: ConversationSettings) -> ChatRow:
         >>> [each.role for each in chat_row({"messages": chat}, ConversationSettings(source="chats.jsonl")).messages]
         ['user', 'assistant']
     """
-    listed = _json(row.get(settings.messages), settings.messages, "bad_conversation")
+    return _chat(_listed(row, settings.messages), row, settings)
+
+
+def chat_pair(row: Mapping[str, Any], settings: ConversationSettings, columns: PairColumns) -> tuple[ChatRow, ChatRow]:
+    """Read the chosen and the rejected conversation of a row; both begin with the same messages.
+
+    Raises:
+        BadRow: they are not a pair that a model can be trained on.
+
+    Example:
+        >>> row = {"prompt": [{"role": "user", "content": "2 + 2?"}]}
+        >>> row |= {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+        >>> chosen, rejected = chat_pair(row, ConversationSettings(source="pairs.jsonl"), PairColumns())
+        >>> rejected.messages[rejected.since].content
+        ('rejected',)
+    """
+    before = row.get(columns.prompt)
+    with suppress(ValueError, RecursionError):
+        before = read_json(before) if isinstance(before, str) else before
+    before = before if isinstance(before, list | tuple) else ()  # a text only repeats how the conversations begin
+    both = [_chat([*before, *_listed(row, name)], row, settings) for name in (columns.chosen, columns.rejected)]
+    chosen, rejected = (each.messages for each in both)
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if chosen == rejected:
+        raise BadRow("equal_answers", "both answers are the same")
+    if not shared:
+        raise BadRow("no_prompt", "the two conversations of the pair begin with different messages")
+    if any(len(messages) == shared or messages[shared].role != "assistant" for messages in (chosen, rejected)):
+        raise BadRow("no_answer", f"message {shared}, the first that differs, is not from the assistant in both")
+    return replace(both[0], since=shared), replace(both[1], since=shared)
+
+
+def _listed(row: Mapping[str, Any], column: str) -> Sequence[Any]:
+    listed = _json(row.get(column), column, "bad_conversation")
     if not isinstance(listed, list | tuple) or not listed:
-        raise BadRow("bad_conversation", f"{settings.messages!r} is not a list of messages")
+        raise BadRow("bad_conversation", f"{column!r} is not a list of messages")
+    return listed
+
+
+def _chat(listed: Sequence[Any], row: Mapping[str, Any], settings: ConversationSettings) -> ChatRow:
+    """Return a list of messages as a conversation, with the images of the row's columns in their places."""
     read = [_message(message, number, settings.image_token) for number, message in enumerate(listed)]
     images = [image for column in settings.images for image in table_images(row.get(column), column)]
     if images and all(role != "user" for role, _, _ in read):

@@ -1,6 +1,6 @@
 """The stage `conversations`: the rows of the user's table as trajectories, as if a policy had written the answers.
 
-From there on they are trained on as demonstrations are.
+From there on they are trained on as demonstrations are. A pair of answers is a group of two trajectories.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from armature.components.contracts.errors import ArmatureError, DataError
 from armature.components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
+from armature.components.environments.dataset.files import DataFiles
 from armature.components.environments.dataset.python_rows import write_rows
 from armature.components.environments.dataset.select import check_filter, split_of
 from armature.components.environments.dataset.settings import ColumnSplit
@@ -31,13 +32,15 @@ from armature.components.environments.dataset.source import (
     table_at_commit,
 )
 from armature.components.machine.project import find_module, load_object
-from armature.components.vlm.sft.chats import ChatRow, chat_row
+from armature.components.vlm.sft.chats import ChatRow, chat_pair, chat_row
 from armature.components.vlm.sft.settings import ConversationSettings, ConversationsStageSettings
 
 if TYPE_CHECKING:
     from armature.components.vlm.sft.turns import TurnWriter
 
 KIND = "conversations"
+CHOSEN, REJECTED = "chosen", "rejected"
+"""Ends of the trajectory ids of a pair."""
 REPEATED = re.compile(r"(<[^<>]{1,40}>)\1+")
 """A token in angle brackets that repeats."""
 
@@ -82,35 +85,36 @@ def refuse_missing(settings: ConversationSettings) -> None:
 
 def read_rows(
     table: RowTable, settings: ConversationSettings, bad: BadRows
-) -> Iterator[tuple[str, str, ChatRow | BadRow]]:
-    """Yield place, split and conversation of each row that passes the filters; a bad row has no split.
+) -> Iterator[tuple[str, str, tuple[ChatRow, ...] | BadRow]]:
+    """Yield place, split and conversation, or the two of a pair, of each row; a bad row has no split.
 
     Args:
         bad: counts the rows that are left out.
     """
     count = 0
-    named = [settings.messages, settings.tools, *settings.images, *(each.column for each in settings.filters)]
+    messages = [settings.messages] if settings.pairs is None else list(settings.pairs.model_dump().values())
+    named = [*messages, settings.tools, *settings.images, *(each.column for each in settings.filters)]
     split = settings.split
     wanted = {*named, split.column if isinstance(split, ColumnSplit) else getattr(split, "group", "")}
     for name, split_of_shard in table.splits(settings).items():
         for index, row in enumerate(table.shards[name].scan(wanted)):
             place, count = f"{name}, row {index}", count + 1
             try:
-                chat, chosen = _read_row(row, settings, split_of_shard)
-                yield place, chosen, chat
+                chats, chosen = _read_row(row, settings, split_of_shard)
+                yield place, chosen, chats
             except BadRow as left_out:
                 bad.add(place, left_out)
                 yield place, "", left_out
     bad.check(count)
 
 
-def _read_row(row: Row | BadRow, settings: ConversationSettings, split: str | None) -> tuple[ChatRow, str]:
+def _read_row(row: Row | BadRow, settings: ConversationSettings, split: str | None) -> tuple[tuple[ChatRow, ...], str]:
     if isinstance(row, BadRow):
         raise row
     for each in settings.filters:
         check_filter(row.get(each.column), each)
-    chat = chat_row(row, settings)
-    return chat, split or split_of(row, chat.key, settings)
+    chats = (chat_row(row, settings),) if settings.pairs is None else chat_pair(row, settings, settings.pairs)
+    return chats, split or split_of(row, chats[0].key, settings)
 
 
 # --- The stage ---
@@ -147,10 +151,30 @@ def reserved_texts(settings: ConversationsStageSettings) -> Callable[[ChatRow], 
     return check
 
 
+def trajectories_of(
+    chats: tuple[ChatRow, ...], writer: TurnWriter, files: DataFiles, name: str, place: str, split: str
+) -> list[Trajectory]:
+    """Return the trajectory of a conversation, or the chosen and the rejected trajectory of a pair.
+
+    Raises:
+        BadRow: see `TurnWriter.turns`; or both answers of a pair have the same tokens.
+    """
+    ends = [""] if len(chats) == 1 else [f"-{CHOSEN}", f"-{REJECTED}"]
+    made = [
+        Trajectory(name + end, name, KIND, place, split, tuple(writer.turns(chat, files)), False)
+        for end, chat in zip(ends, chats, strict=True)
+    ]
+    tokens = [[turn.completion_token_ids.tolist() for turn in each.turns] for each in made]
+    if len(chats) == 2 and tokens[0] == tokens[1]:
+        raise BadRow("equal_answers", "the template writes both answers with the same tokens")
+    return made
+
+
 def write_conversations(
     settings: ConversationsStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Write each usable row as a trajectory with a turn for each answer, and all others as failures.
+    """Write each usable row as a trajectory with a turn for each answer, or as two of a pair, and all others as
+    failures.
 
     Raises:
         ConfigurationError, DataError: see `open_table`; or no row is left to train on.
@@ -164,16 +188,16 @@ def write_conversations(
     made: list[Trajectory] = []
     failures: list[Failure] = []
     with opened(settings.data) as (table, data), one_thread():
-        for number, (place, split, chat) in enumerate(read_rows(table, data, bad)):
+        for number, (place, split, chats) in enumerate(read_rows(table, data, bad)):
             name = f"{number:06d}"
             try:
-                if isinstance(chat, BadRow):
-                    raise chat
-                check(chat)
-                turns = tuple(writer.turns(chat, table.files))
-                made.append(Trajectory(name, name, KIND, place, split, turns, False))
+                if isinstance(chats, BadRow):
+                    raise chats
+                for chat in chats:
+                    check(chat)
+                made += trajectories_of(chats, writer, table.files, name, place, split)
             except BadRow as left_out:
-                if left_out is not chat:
+                if left_out is not chats:
                     bad.add(place, left_out)
                 failures.append(Failure(name, name, place, left_out.reason, left_out.detail))
             if number % 100 == 99:
@@ -189,7 +213,7 @@ def write_conversations(
     if bad.left_out:
         context.events.message(f"conversations: rows left out: {dict(bad.left_out)}")
     write_rollouts(out, GenerateOutputs(made, failures))
-    rows = {split: sum(each.split == split for each in made) for split in ("train", "heldout")}
+    rows = {split: len({each.group_id for each in made if each.split == split}) for split in ("train", "heldout")}
     return StageReport(rows=rows, drops=dict(bad.left_out))
 
 
@@ -208,9 +232,9 @@ def sources(settings: ConversationsStageSettings, inputs: Mapping[str, Artifact]
 
         def paths() -> Iterator[str]:
             everything = data.model_copy(update={"on_bad_row": "skip"})
-            for _, _, chat in read_rows(table, everything, BadRows("", "skip")):
-                if not isinstance(chat, BadRow):
-                    yield from (path for image in chat.images for path in image.files)
+            for _, _, chats in read_rows(table, everything, BadRows("", "skip")):
+                if not isinstance(chats, BadRow):
+                    yield from (path for chat in chats for image in chat.images for path in image.files)
 
         used = data.model_dump(mode="json", exclude={"on_bad_row"})
         return {"data": table.digest, "images": table.files.digest(image_names(table, used, paths))}
@@ -229,7 +253,7 @@ CONVERSATIONS_STAGE = Stage(KIND, 1, ConversationsStageSettings, ("model",), wri
 
 
 def example_lines(settings: ConversationsStageSettings, model: Path) -> Iterator[str]:
-    """Yield lines that show the first usable conversation, with the trained tokens between ⟦ and ⟧.
+    """Yield lines that show the first usable conversation or pair, with the trained tokens between ⟦ and ⟧.
 
     Args:
         model: folder of the model's artifact.
@@ -245,16 +269,18 @@ def example_lines(settings: ConversationsStageSettings, model: Path) -> Iterator
     with opened(settings.data) as (table, data), tempfile.TemporaryDirectory() as images:
         writer = turn_writer(settings, model, Path(images))
         adapter = get_adapter(locate(model, settings.model.revision), writer.processor, writer.images.open)
-        for place, split, chat in read_rows(table, data, bad):
+        for place, split, chats in read_rows(table, data, bad):
             try:
-                if isinstance(chat, BadRow):
-                    raise chat
-                check(chat)
-                turns = tuple(writer.turns(chat, table.files))
+                if isinstance(chats, BadRow):
+                    raise chats
+                for chat in chats:
+                    check(chat)
+                samples, drops = adapter.samples(
+                    GenerateOutputs(trajectories_of(chats, writer, table.files, "", place, split))
+                )
             except BadRow as left_out:
                 yield f"{place}: left out, {left_out}"
                 continue
-            samples, drops = adapter.samples(GenerateOutputs([Trajectory("", "", KIND, place, split, turns, False)]))
             yield f"{place}: trained tokens are between ⟦ and ⟧" + f"; turns left out: {dict(drops)}" * bool(drops)
             yield from (marked_text(sample, writer.processor.tokenizer) for sample in samples)
             return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -33,17 +34,21 @@ METRICS = {
 
 @dataclass(frozen=True)
 class EpochSampler:
-    """Chooses the samples of each step. Every epoch uses all samples, in a new random order."""
+    """Chooses the samples of each step. Every epoch uses all samples, in a new random order.
+
+    With `together` = 2, two neighboring samples are a pair: steps have so many pairs, and the order is theirs.
+    """
 
     samples: Sequence[Sample]
     epochs: int
     samples_per_step: int
     seed: int
+    together: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps of an epoch."""
-        return -(-len(self.samples) // self.samples_per_step)
+        return -(-len(self.samples) // (self.samples_per_step * self.together))
 
     @property
     def steps(self) -> int:
@@ -53,18 +58,61 @@ class EpochSampler:
     def of(self, step: int) -> list[Sample]:
         """Return the samples of `step`, from 1 to `steps`. The last step of an epoch has the samples that remain."""
         epoch, part = divmod(step - 1, self.steps_per_epoch)
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
-        return [self.samples[row] for row in order[part * self.samples_per_step :][: self.samples_per_step]]
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples) // self.together)
+        chosen = order[part * self.samples_per_step :][: self.samples_per_step]
+        return [self.samples[unit * self.together + row] for unit in chosen for row in range(self.together)]
 
     def ends_epoch(self, step: int) -> bool:
         """Tell if `step` is the last step of an epoch."""
         return step % self.steps_per_epoch == 0
 
 
+class TrainingLoss(Protocol):
+    """A loss and its metrics. Methods may write the samples that the trainer reads to the folder `batch`."""
+
+    SHOWN: ClassVar[Mapping[str, str]]
+    """Metrics beside the loss in the line of a step: their short names there, and their names in the history."""
+
+    def begin(self, batch: Path) -> None:
+        """Prepare what needs the initial weights. It is called before step 1 in a run that does not resume."""
+        ...
+
+    def step(self, step: int, samples: Sequence[Sample], batch: Path) -> dict[str, float]:
+        """Train on the samples of `step`, and return the step's metrics."""
+        ...
+
+    def evaluate(self, batch: Path) -> dict[str, float]:
+        """Return metrics of the held-out samples; empty without any."""
+        ...
+
+
+class AnswerLoss:
+    """The cross-entropy of the answers' tokens; see `TrainingLoss`."""
+
+    SHOWN: ClassVar[Mapping[str, str]] = {"p": "probability", "token_accuracy": "heldout/token_accuracy"}
+
+    def __init__(self, trainer: TrainerClient, heldout: Sequence[Sample]) -> None:
+        self._trainer, self._heldout = trainer, heldout
+
+    def begin(self, batch: Path) -> None:
+        """Do nothing: only answers and weights determine the loss."""
+
+    def step(self, step: int, samples: Sequence[Sample], batch: Path) -> dict[str, float]:
+        write_batch(batch, samples)
+        report = self._trainer.step(step, batch)
+        return {name: report[key] for key, name in METRICS.items() if key in report}
+
+    def evaluate(self, batch: Path) -> dict[str, float]:
+        if not self._heldout:
+            return {}
+        write_batch(batch, self._heldout)
+        return self._trainer.evaluate(batch)
+
+
 def fit(
     trainer: TrainerClient,
+    loss: TrainingLoss,
     plan: EpochSampler,
-    heldout: Sequence[Sample],
     save_every: int,
     history: History,
     events: Events,
@@ -73,7 +121,7 @@ def fit(
     """Run the training steps of `plan` that the newest checkpoint lacks, and publish the final weights to the folder
     `out`.
 
-    Step 0 of the history has the held-out loss and token accuracy before any training. A step is recorded before it is
+    Step 0 of the history has the metrics of held-out samples before any training. A step is recorded before it is
     saved, so the history never lacks a step that the weights contain.
 
     Raises:
@@ -83,25 +131,21 @@ def fit(
         batch = Path(folder)
 
         def evaluated() -> dict[str, float]:
-            if not heldout:
-                return {}
-            write_batch(batch, heldout)
-            return {f"heldout/{name}": value for name, value in trainer.evaluate(batch).items()}
+            return {f"heldout/{name}": value for name, value in loss.evaluate(batch).items()}
 
         def one_step(step: int) -> None:
-            write_batch(batch, plan.of(step))
-            report = trainer.step(step, batch)
-            metrics = {name: report[key] for key, name in METRICS.items() if key in report}
+            metrics = loss.step(step, plan.of(step), batch)
             if plan.ends_epoch(step):
                 metrics |= evaluated()
             history.append(step, metrics)
             if step % save_every == 0 or step == plan.steps:
                 trainer.save()
             events.metrics(metrics, step)
-            shown = {name: metrics[f"heldout/{name}"] for name in ("token_accuracy",) if f"heldout/{name}" in metrics}
-            events.progress(TRAINING, step, plan.steps, loss=metrics["loss"], p=metrics["probability"], **shown)
+            shown = {short: metrics[name] for short, name in {"loss": "loss", **loss.SHOWN}.items() if name in metrics}
+            events.progress(TRAINING, step, plan.steps, **shown)
 
         def begin() -> None:
+            loss.begin(batch)
             history.append(0, evaluated())
 
         run_steps(trainer, plan.steps, begin, one_step, out, events)

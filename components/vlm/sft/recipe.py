@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Self
+
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
 
 from armature.components.configuration.recipes import MachineSection, Sections
 from armature.components.contracts.machine import Machine
@@ -13,12 +17,13 @@ from armature.components.vlm.sft.conversations import example_lines, refuse_miss
 from armature.components.vlm.sft.settings import (
     ConversationSettings,
     ConversationsStageSettings,
+    DPOSettings,
     SupervisedStageSettings,
 )
 
 
 class Sft(Sections):
-    """Recipe: train a model on the assistant's tokens of the user's conversations."""
+    """Recipe: train a model on the assistant's tokens of the user's conversations, or on pairs of answers."""
 
     FLOW = "armature.flows.sft.sft"
     JOINED = (ConversationsStageSettings, SupervisedStageSettings)
@@ -31,6 +36,16 @@ class Sft(Sections):
     trainer: SupervisedSettings
     """Optimizer, epochs and micro-batches."""
     machine: MachineSection = Machine()
+    dpo: DPOSettings | None = None
+    """Direct preference optimization on the pairs that data.pairs names; omit it to train on conversations."""
+
+    @model_validator(mode="after")
+    def _pairs_for_dpo(self) -> Self:
+        if (self.data.pairs is None) != (self.dpo is None):
+            raise PydanticCustomError(
+                "pairs_without_dpo", "data.pairs and the section dpo need each other: set both, or leave both out"
+            )
+        return self
 
     def refuse_sources(self) -> None:
         """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""

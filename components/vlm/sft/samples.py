@@ -1,4 +1,4 @@
-"""The conversations of the recipe `sft/colors`, as a function of a user's own would return them."""
+"""The conversations of the recipes `sft/colors` and `sft/colors-dpo`, as a user's own functions would return them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def colors() -> Iterator[dict[str, Any]]:
         ]
         (answer,) = environment.demonstration(task)
         yield {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]}
+
+
+def color_pairs() -> Iterator[dict[str, Any]]:
+    """Yield the same questions with two answers each: the color's name is chosen, and the next color's is rejected."""
+    conversations = [row["messages"] for row in colors()]
+    names = sorted({answer["content"] for _, answer in conversations})
+    for question, answer in conversations:
+        wrong = names[(names.index(answer["content"]) + 1) % len(names)]
+        yield {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": wrong}]}

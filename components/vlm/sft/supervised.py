@@ -16,7 +16,11 @@ from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.models.settings import ModelSettings
 from armature.components.vlm.settings import SupervisedSettings
-from armature.components.vlm.sft.settings import SupervisedStageSettings
+from armature.components.vlm.sft.settings import DPOSettings, SupervisedStageSettings
+
+HELDOUT = ("loss", "token_accuracy", "reward_margin", "pair_accuracy", "chosen_likelier")
+"""Metrics of held-out samples that the summary has, as far as the loss has them. The loss is in nats: of a token, or
+of a pair."""
 
 
 def train_on(
@@ -27,8 +31,9 @@ def train_on(
     weights: Path,
     out: Path,
     context: StageContext,
+    dpo: DPOSettings | None = None,
 ) -> StageReport:
-    """Train on the trajectories in the artifact `played` and write the results to `out`.
+    """Train on the trajectories in the artifact `played`, or on pairs of them, and write the results to `out`.
 
     It writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and `report.html`.
 
@@ -46,14 +51,17 @@ def train_on(
     from armature.components.models.source import CHECKPOINT
     from armature.components.rollouts.table import read_rollouts
     from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
-    from armature.components.vlm.sft.fit import EpochSampler, fit
+    from armature.components.vlm.sft.fit import AnswerLoss, EpochSampler, TrainingLoss, fit
+    from armature.components.vlm.sft.preferences import PreferenceLoss, dpo_trainer, samples_of_pairs
 
     outputs = read_rollouts(played.path)
     adapter = get_adapter(
         weights, load_processor(weights, model), ImageStore(context.images).open, plan.max_sequence_tokens
     )
-    samples, drops = adapter.samples(_split(outputs, "train"))
-    heldout, heldout_drops = adapter.samples(_split(outputs, "heldout"))
+    (samples, drops), (heldout, heldout_drops) = (
+        adapter.samples(part) if dpo is None else samples_of_pairs(part, adapter)
+        for part in (_split(outputs, split) for split in ("train", "heldout"))
+    )
     drops.update(heldout_drops)
     drops.update(outputs.drops)
     if not samples:
@@ -64,18 +72,23 @@ def train_on(
             remedy="read the detail of the first failure in failures.parquet in this folder, or raise "
             "max_sequence_tokens",
         )
-    steps = EpochSampler(samples, plan.epochs, plan.samples_per_step, plan.seed)
+    steps = EpochSampler(samples, plan.epochs, plan.samples_per_step, plan.seed, 1 if dpo is None else 2)
+    trained = plan.trainer(steps.steps)
     policy = TrainerPolicySettings(
         model_path=weights,
         model=model,
-        trainer=plan.trainer(steps.steps),
+        trainer=trained if dpo is None else dpo_trainer(trained, dpo.beta),
         temperature=1.0,
         sampled=False,
         images=context.images,
     )
     history = History(context.workspace / "history.jsonl")
     with TrainerClient(policy, context.machine, context.workspace / "trainer", context.saved) as trainer:
-        fit(trainer, steps, heldout, plan.save_every, history, context.events, out / CHECKPOINT)
+        loss: TrainingLoss = AnswerLoss(trainer, heldout)
+        if dpo is not None:
+            workspace, at_once = context.workspace, plan.samples_per_step
+            loss = PreferenceLoss(trainer, workspace, samples, heldout, dpo.beta, at_once)
+        fit(trainer, loss, steps, plan.save_every, history, context.events, out / CHECKPOINT)
     rows = history.read()
     write_json(out / "history.json", rows)
     write_json(out / "lineage.json", [{"step": 0, played.kind: played.digest}])
@@ -86,14 +99,15 @@ def train_on(
 
 
 def summary(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return figures from the history: mean loss and probability at the end of the training, and held-out figures.
+    """Return figures from the history: means of the loss and others at the end of the training, and held-out figures.
 
     The means are over the last tenth of the steps. Held-out figures are from before and after the training.
     """
     trained = history[1:]
     tail = trained[-max(1, len(trained) // 10) :]
-    numbers = {key: sum(row[key] for row in tail) / len(tail) for key in ("loss", "probability")}
-    for name in ("loss", "token_accuracy"):
+    averaged = [key for key in ("loss", "probability", "reward_margin", "pair_accuracy") if key in tail[0]]
+    numbers = {key: sum(row[key] for row in tail) / len(tail) for key in averaged}
+    for name in HELDOUT:
         if measured := [row[f"heldout/{name}"] for row in history if f"heldout/{name}" in row]:
             numbers |= {f"heldout_{name}_before": measured[0], f"heldout_{name}": measured[-1]}
     return numbers
@@ -117,9 +131,9 @@ def write_pages(
 
     numbers = summary(history)
     figures = {kind: f"{len(outputs.trajectories):,}"}
-    for name, unit in (("loss", ", nats per token"), ("token_accuracy", "")):
+    for name in HELDOUT:
         if (key := f"heldout_{name}") in numbers:
-            figures[f"held-out {name.replace('_', ' ')}{unit}"] = (
+            figures[f"held-out {name.replace('_', ' ')}"] = (
                 f"{numbers[f'{key}_before']:.4g} before, {numbers[key]:.4g} after"
             )
     dropped = Counter(failure.reason for failure in outputs.failures)
@@ -147,7 +161,8 @@ def sft(
     from armature.components.models.source import locate
 
     weights = locate(inputs["model"].path, settings.model.revision)
-    return train_on(inputs["conversations"], settings, settings.model, settings.trainer, weights, out, context)
+    conversations, model, trainer = inputs["conversations"], settings.model, settings.trainer
+    return train_on(conversations, settings, model, trainer, weights, out, context, settings.dpo)
 
 
 SFT_STAGE = Stage("sft", 1, SupervisedStageSettings, ("conversations", "model"), sft)

@@ -59,7 +59,8 @@ class TurnWriter:
         self.marked = bool(MARKER.search(self._template))
 
     def turns(self, chat: ChatRow, files: DataFiles) -> list[Turn]:
-        """Return a turn for each message of the assistant, with log-probs of 0, as a demonstrator has.
+        """Return a turn for each message of the assistant that is trained on, with log-probs of 0, as a demonstrator
+        has.
 
         Args:
             files: the files that paths of images refer to.
@@ -77,7 +78,7 @@ class TurnWriter:
         turns: list[Turn] = []
         count = 0
         for number, (message, content) in enumerate(zip(chat.messages, contents, strict=True)):
-            if message.role == "assistant":
+            if message.role == "assistant" and number >= chat.since:
                 prompt, ids = self._turn(messages[: number + 1], chat.tools, shown[:count])
                 turns.append(self._made(len(turns), prompt, ids, tuple(refs[:count]), unread))
                 unread = []

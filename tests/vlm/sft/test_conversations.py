@@ -11,6 +11,7 @@ import datasets
 import pandas as pd
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from armature.check import check_recipe
 from armature.components.artifacts.images import encode_png
@@ -37,10 +38,13 @@ def png(number: int) -> tuple[str, bytes]:
     return color, encode_png(Image.new("RGB", (56, 56), (red - number % 16, green, blue - number // 16))).data
 
 
+CHATS, PAIRS = 0, 1
+"""Numbers of the row and the recipe of each kind on the page."""
+
+
 def chat(image: Any, answer: str) -> list[dict[str, Any]]:
     """Return the messages of the page's row with another image and answer."""
-    (row,) = blocks("json")
-    messages: list[dict[str, Any]] = json.loads(row)["messages"]
+    messages: list[dict[str, Any]] = json.loads(blocks("json")[CHATS])["messages"]
     messages[0]["content"][0] = {"type": "image", **image}
     messages[1]["content"] = answer
     return messages
@@ -77,6 +81,16 @@ def as_saved_dataset(folder: Path) -> str:
     return "saved"
 
 
+def as_copy_of_a_hub_dataset(folder: Path) -> str:
+    """Write a folder as a dataset's repository on the hub has it: data/, and a README that describes the columns."""
+    made = datasets.Dataset.from_dict(columns()).cast_column("image", datasets.Image())
+    (folder / "repository/data").mkdir(parents=True)
+    made.to_parquet(folder / "repository/data/train-00000-of-00001.parquet")
+    (folder / "repository/README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
+    assert len(datasets.load_dataset(str(folder / "repository"), split="train")) == 32
+    return "repository"
+
+
 def as_function(folder: Path) -> str:
     (folder / "own_chats.py").write_text(
         "import datasets\ndef rows():\n"
@@ -85,10 +99,9 @@ def as_function(folder: Path) -> str:
     return "own_chats:rows"
 
 
-def made(folder: Path, *overrides: str) -> Any:
+def made(folder: Path, *overrides: str, kind: int = CHATS) -> Any:
     """Return the recipe of the page in `folder`, and a function that runs one of its stages."""
-    (text,) = blocks("toml")
-    (folder / "recipe.toml").write_text(text)
+    (folder / "recipe.toml").write_text(blocks("toml")[kind])
     recipe = load_recipe(
         folder / "recipe.toml", [*overrides, f"machine.store={folder / 'store'}", "model.tiny.format.steps=2"]
     )
@@ -101,7 +114,9 @@ def made(folder: Path, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "form", [as_json_lines, as_parquet, as_saved_dataset, as_function], ids=lambda each: each.__name__
+    "form",
+    [as_json_lines, as_parquet, as_saved_dataset, as_copy_of_a_hub_dataset, as_function],
+    ids=lambda each: each.__name__,
 )
 def test_every_form_of_a_table_gives_the_same_turns(form, tmp_path):
     source = form(tmp_path)
@@ -160,3 +175,44 @@ def test_recipe_of_the_page_is_checked_and_learns(tmp_path, capsys):
     assert numbers["heldout_token_accuracy"] > numbers["heldout_token_accuracy_before"]
     assert locate(trained.path) == trained.path / "checkpoint"
     assert (trained.path / "report.html").is_file()
+
+
+def pairs_as_json_lines(folder: Path, rows: int) -> str:
+    """Write pairs whose chosen answer is the image's color, and three rows that are not pairs."""
+    as_json_lines(folder)
+    lines = []
+    for number in range(rows):
+        row = json.loads(blocks("json")[PAIRS])
+        right, wrong = (list(COLORS)[at] for at in (number % 2, 1 - number % 2))
+        row["prompt"][0]["content"][0] = {"type": "image", "path": f"images/{number}.png"}
+        row["chosen"][0]["content"], row["rejected"][0]["content"] = right, wrong
+        lines.append(row)
+    same = {**row, "rejected": row["chosen"]}
+    reserved = {**row, "rejected": [{"role": "assistant", "content": "<|im_end|>"}]}
+    lines += [same, reserved, {**row, "prompt": []}]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return "pairs.jsonl"
+
+
+@pytest.mark.slow
+def test_recipe_of_pairs_on_the_page_learns_by_adapters_alone(tmp_path, capsys):
+    pairs_as_json_lines(tmp_path, 32)
+    settings = ["trainer.epochs=6", "trainer.samples_per_step=8", "trainer.packing=true", "trainer.learning_rate=5e-3"]
+    lora = 'model.lora={rank=8,alpha=16,targets=["q_proj","v_proj"]}'
+    recipe, run = made(tmp_path, *settings, lora, kind=PAIRS)
+    check_recipe(recipe, configuration_only=False)
+    shown = re.findall(r"⟦(red|blue)<\|im_end\|>⟧", capsys.readouterr().out)
+    assert sorted(shown) == ["blue", "red"]
+    model = run("model")
+    data = run("conversations", model=model)
+    manifest = read_manifest(data.path)
+    assert manifest.drops == {"equal_answers": 1, "reserved_token": 1, "no_prompt": 1}
+    assert sum(manifest.rows.values()) == 32 and all(manifest.rows.values())
+    trained = run("sft", conversations=data, model=model)
+    numbers = json.loads((trained.path / "metrics.json").read_text())
+    assert numbers["heldout_loss_before"] == pytest.approx(0.693147, abs=1e-5)
+    assert numbers["heldout_loss"] < 0.6 and numbers["heldout_pair_accuracy"] > 0.9
+    before, after = (load_file(locate(each.path) / "model.safetensors") for each in (model, trained))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert before.keys() == after.keys() and changed
+    assert all(re.search(r"\.(q|v)_proj\.", name) for name in changed)

@@ -14,7 +14,7 @@ from armature.components.configuration.stages import TerminalEvents
 from armature.components.contracts.errors import TrainerError
 from armature.components.rollouts.batches.table import read_batch
 from armature.components.vlm.settings import WarmStartSettings
-from armature.components.vlm.sft.fit import EpochSampler, fit
+from armature.components.vlm.sft.fit import AnswerLoss, EpochSampler, fit
 from tests.builders import make_sample
 from tests.refusals import refused
 from tests.vlm.sft.test_warm_start import VALUES
@@ -71,7 +71,8 @@ PLAN = EpochSampler([make_sample(f"s{index}") for index in range(5)], epochs=3, 
 
 def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dict[str, float]]:
     history = History(folder / "history.jsonl")
-    fit(trainer, PLAN, [make_sample("h")], save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
+    loss = AnswerLoss(trainer, [make_sample("h")])  # type: ignore[arg-type]
+    fit(trainer, loss, PLAN, save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
     return history.read()
 
 
@@ -84,6 +85,15 @@ def test_each_epoch_uses_each_sample_once(samples, epochs, size, seed):
     for epoch in range(epochs):
         taken = Counter(name for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for name in step)
         assert taken == Counter(str(index) for index in range(samples))
+
+
+@given(pairs=st.integers(1, 15), size=st.integers(1, 4))
+def test_epochs_of_pairs_keep_both_samples_side_by_side(pairs, size):
+    plan = EpochSampler([make_sample(str(index)) for index in range(2 * pairs)], 1, size, 0, together=2)
+    steps = [[int(each.sample_id) for each in plan.of(step)] for step in range(1, plan.steps + 1)]
+    assert all(1 <= len(step) // 2 <= size for step in steps)
+    found = [(step[at], step[at + 1]) for step in steps for at in range(0, len(step), 2)]
+    assert sorted(found) == [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
 
 
 @pytest.mark.parametrize(
