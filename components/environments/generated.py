@@ -136,16 +136,18 @@ def color_image(color: str, seed: int, settings: ColorImageSettings) -> EncodedI
     return encode_png(Image.fromarray(np.clip(pixels, 0, 255).round().astype(np.uint8)))
 
 
-def painter(settings: ColorImageSettings) -> Callable[[str, int], EncodedImage]:
-    """Return `color_image` with these settings and a cache of 32 images, because a whole group shows the same image.
+def painter(
+    settings: ColorImageSettings, draw: Callable[..., EncodedImage] = color_image
+) -> Callable[[str, int], EncodedImage]:
+    """Return `draw` with these settings and a cache of 32 images, because a whole group shows the same image.
 
     Threads that need the same image at the same time draw it once.
     """
-    draw, one_at_a_time = lru_cache(maxsize=32)(partial(color_image, settings=settings)), Lock()
+    cached, one_at_a_time = lru_cache(maxsize=32)(partial(draw, settings=settings)), Lock()
 
     def paint(color: str, seed: int) -> EncodedImage:
         with one_at_a_time:
-            return draw(color, seed)
+            return cached(color, seed)
 
     return paint
 

@@ -114,6 +114,7 @@ def _turn(turn: Turn, scores: TurnScores, image_key: ImageKey, piece: Decode) ->
         "reward": _number(turn.reward),
         "parts": {name: _number(value) for name, value in sorted(turn.reward_parts.items())},
         "defect": turn.action_defect,
+        "calls": [[call.name, call.status] for call in turn.tool_calls],
         "prompt_tokens": len(turn.prompt_token_ids),
         "seconds": [_number(turn.generate_seconds), _number(turn.environment_seconds)],
     }

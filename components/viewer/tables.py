@@ -325,7 +325,7 @@ class RolloutIndex(RolloutTables):
                 FROM (SELECT place FROM hits ORDER BY {_ORDERS[query.sort]} LIMIT ? OFFSET ?)
             )
             SELECT total, mean, r.source, r.step, r.trajectory_id, r.group_id, r.task_id, r.split, r.truncated, r.turns,
-                r.reward, r.tokens, r.completion[:160] AS completion, '/images/' || r.image AS image
+                r.reward, r.tokens, r.completion[:1000] AS completion, '/images/' || r.image AS image
             FROM (SELECT count(*) AS total, avg(reward) AS mean FROM hits)
                 LEFT JOIN page ON true LEFT JOIN rollouts r ON r.rowid = page.place
             ORDER BY page.rank""",

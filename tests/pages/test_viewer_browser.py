@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from armature.components.contracts.rollouts import Failure
+from armature.components.contracts.tool_calls import CalledTool
 from armature.components.pages.report import HtmlReport, Rollouts, Table, training_curves, write_report
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.pages.conftest import make_trajectory
@@ -85,6 +88,25 @@ def test_page_can_be_browsed(browser_page):
     assert tab.title() == "Look"
     assert tab.problems == []
     assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
+
+
+def test_calls_and_their_ends_are_shown(browser_page, page, images):
+    calls = (CalledTool("zoom", "ok"), CalledTool("", "malformed"))
+    first = make_trajectory(
+        "looked", (), completion='<tool_call>\n{"name": "zoom"}\n</tool_call><tool_call>{', group="a"
+    )
+    last = make_trajectory("looked", (), completion="red", group="a")
+    turns = (replace(first.turns[0], tool_calls=calls, reward=0.0), replace(last.turns[0], index=1))
+    rollouts = Rollouts([replace(first, turns=turns)], [], images, chr)
+    write_report(page, HtmlReport("Look", {}, rollouts=rollouts))
+    browser_page.reload()
+    browser_page.click("[data-tab=rollouts]")
+    browser_page.locator(".tokens").first.wait_for()
+    assert "[call]<tool_call>{" in browser_page.inner_text("#list .row")
+    bar = browser_page.locator(".turn .bar").first
+    assert "called zoom: ok" in bar.inner_text()
+    assert bar.locator(".failed").all_inner_texts() == ["called a tool: malformed"]
+    assert browser_page.problems == []
 
 
 def test_report_without_rollouts_has_no_tabs(browser_page, page):

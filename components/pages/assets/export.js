@@ -5,7 +5,7 @@ const exported = (() => {
     digest(t);
     const texts = t.turns.flatMap((turn) => [...turn.parsed.map((m) => textOf(m.content)), turn.completion]);
     return { source: t.step === null ? "evaluation" : "train", step: t.step ?? 0, trajectory_id: t.id, group_id: t.group, task_id: t.task,
-      reward: t.reward, tokens: t.length, logprob: t.surprise, ratio: t.ratio, completion: t.turns.map((turn) => turn.completion.trim()).join(" › ").slice(0, 160),
+      reward: t.reward, tokens: t.length, logprob: t.surprise, ratio: t.ratio, completion: t.turns.map((turn) => turn.completion.trim()).join(" › ").slice(0, 1000),
       image: saved.images[t.turns.flatMap((turn) => turn.images)[0]]?.uri,
       text: [t.id, t.task, t.group, ...texts].join("\n").toLowerCase() };
   });

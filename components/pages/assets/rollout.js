@@ -130,6 +130,7 @@ function message(m, keys) {
   return h("div", { class: "message" }, h("div", { class: "role" }, m.role || "prompt"), h("div", {}, body));
 }
 const fact = (name, value) => h("span", {}, `${name} `, h("b", {}, value));
+const called = ([name, status]) => h("span", { class: status === "ok" ? null : "failed" }, `called ${name || "a tool"}: ${status}`);
 const partsOf = (parts) => Object.entries(parts).map(([name, value]) => fact(name, number(value)));
 
 /* What a turn was shown. Images that no message has a place for come first, those of the first turn only. */
@@ -149,11 +150,15 @@ function turnCard(turn, index, t) {
       fact("finish", turn.finish), fact("generated in", `${number(turn.seconds[0], 2)} s`),
       typeof turn.advantages === "number" && fact("advantage", number(turn.advantages)),
       many && fact("reward", number(turn.reward)), many && partsOf(turn.parts),
+      turn.calls.map(called),
       turn.defect && h("span", { class: "failed" }, `no action: ${turn.defect}`)),
     shownMessages(turn, index === 0),
     h("div", { class: "message" }, h("div", { class: "role" }, "completion"),
       turn.ids.length ? tokens(turn) : h("div", { class: "text" }, turn.completion)));
 }
+
+/* In a line there is no room for the text of tool calls. */
+const withoutCalls = (text) => text.replace(/<\|?tool_call>[^]*?(<\/tool_call>|<tool_call\|>)/g, "[call]");
 
 /* A long episode at a glance: what each turn was shown, said and earned. The first was shown the goal. */
 const ends = (text, most) => (text.length > most ? `… ${text.slice(-most)}` : text);

@@ -199,7 +199,7 @@ const lists = {
     ask: (offset) => page("rollouts", offset),
     key: (r) => `${r.source} ${r.step} ${r.trajectory_id}`,
     count: (a) => `${whole(a.total)} of ${whole(byId(played().id)?.rollouts)}` + (a.total ? `, mean reward ${number(a.mean)}` : ""),
-    line: (r) => [r.task_id, (r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + (r.completion || "(empty)"), [r.reward], r.image],
+    line: (r) => [r.task_id, (r.source === "evaluation" ? "" : r.source === "heldout" ? `held-out ${r.step} · ` : `step ${r.step} · `) + (withoutCalls(r.completion) || "(empty)"), [r.reward], r.image],
     open: openRollout,
   },
   tasks: {
