@@ -147,6 +147,8 @@ def test_rejects_image_attention_that_vllm_lacks(model_type, tmp_path, checkpoin
         ("glm4v", "text_config.attention_bias", False),
         ("glm4v", "text_config.attention_bias", None),
         ("glm4v-moe", "text_config.tie_word_embeddings", True),
+        ("glm4v-moe", "text_config.use_qk_norm", True),
+        ("glm4v-moe", "text_config.use_qk_norm", None),
         ("qwen3-vl-moe", "text_config.norm_topk_prob", None),
         ("gemma4", "vision_config.default_output_length", None),
     ],
