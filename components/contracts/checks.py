@@ -6,6 +6,7 @@ Environments are code that others wrote. Reading their values may run more of th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,15 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from armature.components.contracts.episodes import ActionDefect, EarlierMessage, Environment, Observation, Outcome, Role
+from armature.components.contracts.episodes import (
+    ActionDefect,
+    ChatRequest,
+    EarlierMessage,
+    Environment,
+    MessageRole,
+    Observation,
+    Outcome,
+)
 from armature.components.contracts.errors import ConfigurationError, RolloutFailed, said
 from armature.components.contracts.images import EncodedImage
 
@@ -31,7 +40,7 @@ MOST_PARTS, MOST_ACTIONS, MOST_REWARDS, MOST_TURNS = 2**12, 2**16, 2**8, 2**16
 of turns of an episode."""
 
 _DEFECTS: dict[str, ActionDefect] = {name: name for name in get_args(ActionDefect)}
-_ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
+_ROLES: dict[str, MessageRole] = {name: name for name in get_args(MessageRole)}
 
 ItemT = TypeVar("ItemT")
 
@@ -46,7 +55,11 @@ def checked_observation(value: object) -> Observation:
         raise _wrong("an observation", value)
     content = tuple(_part(part) for part in _items("content", value.content, MOST_PARTS))
     earlier = tuple(_message(message) for message in _items("earlier", value.earlier, MOST_PARTS))
-    parts = (*(part for message in earlier for part in message.content), *content)
+    if any(message.role == "tool" for message in earlier):
+        raise RolloutFailed("environment_error", "a message of the role tool, which only a request may have")
+    request = None if value.request is None else _request(value.request)
+    shown = earlier if request is None else request.messages
+    parts = (*(part for message in shown for part in message.content), *content)
     actions: tuple[str, ...] | None = None
     if value.admissible_actions is not None:
         listed = _items("admissible_actions", value.admissible_actions, MOST_ACTIONS)
@@ -58,7 +71,7 @@ def checked_observation(value: object) -> Observation:
     size = sum(len(part.data) for part in parts if isinstance(part, EncodedImage))
     if size > MOST_IMAGE_BYTES:
         raise RolloutFailed("bad_image", f"an observation whose images have {size} bytes")
-    return Observation(content, actions, anchor, earlier)
+    return Observation(content, actions, anchor, earlier, request)
 
 
 def checked_outcome(value: object) -> Outcome:
@@ -167,9 +180,20 @@ def _message(message: object) -> EarlierMessage:
     if role not in _ROLES:
         raise RolloutFailed("environment_error", f"a message of role {role!r:.80}, not one of {', '.join(_ROLES)}")
     content = tuple(_part(part) for part in _items("content", message.content, MOST_PARTS))
-    if role != "user" and any(isinstance(part, EncodedImage) for part in content):
+    if role not in ("user", "tool") and any(isinstance(part, EncodedImage) for part in content):
         raise RolloutFailed("environment_error", f"an image in a message of role {role!r}; only a user shows images")
-    return EarlierMessage(_ROLES[role], content)
+    return EarlierMessage(_ROLES[role], content, plain_text("the name of a tool", message.name))
+
+
+def _request(request: object) -> ChatRequest:
+    """Check a request of an agent program, and return a copy of it in plain types."""
+    if not isinstance(request, ChatRequest):
+        raise _wrong("a chat request", request)
+    messages = tuple(_message(message) for message in _items("messages", request.messages, MOST_PARTS))
+    tools = json.dumps(_items("tools", request.tools, MOST_PARTS))
+    if not messages or len(tools) > MOST_CHARACTERS:
+        raise RolloutFailed("environment_error", f"a request of {len(messages)} messages and {len(tools)} of tools")
+    return ChatRequest(messages, tuple(json.loads(tools)))
 
 
 def _part(part: object) -> str | EncodedImage:

@@ -8,9 +8,11 @@ from hashlib import sha256
 from typing import Any, Literal, Protocol
 
 from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.tool_calls import ToolCall
 
 Split = Literal["train", "heldout"]
 Role = Literal["system", "user", "assistant"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
 ActionDefect = Literal["format", "inadmissible"]
 """The reason why an answer is not a valid action: it cannot be parsed, or the parsed action is not possible now."""
 
@@ -26,10 +28,51 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class EarlierMessage:
-    """A message before an observation that the policy did not write. Only messages of the user may hold images."""
+    """A message before an observation. Only messages of the user and of tools may hold images.
 
-    role: Role
+    A message of the role tool is the result of a call of the tool `name`; only a `ChatRequest` may have some.
+    """
+
+    role: MessageRole
     content: tuple[str | EncodedImage, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request of an agent program for a completion: the whole conversation, and schemas of the tools it offers.
+
+    Answers of the policy are in it as sampled, with the text of their tool calls.
+    """
+
+    messages: tuple[EarlierMessage, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """The policy's answer to a `ChatRequest`.
+
+    `content` is the text before the first of the `calls`, and all of `text` without calls. `refusal` says why there is
+    no answer, for example because the conversation is too long.
+
+    Example:
+        >>> ChatAnswer("red").content
+        'red'
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    at: int | None = None
+    finish_reason: str = "stop"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refusal: str = ""
+
+    @property
+    def content(self) -> str:
+        """The text before the first call."""
+        return self.text[: self.at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +82,8 @@ class Observation:
     `admissible_actions` is None if any text is an action. `anchor_key` names the environment's state for
     step-level groups (GiGPO); None if the environment does not define one. `earlier` holds messages before the
     observation, such as the beginning of a conversation that the policy continues. Only the first of them in an
-    episode may be a system message, and only if the environment has no system prompt.
+    episode may be a system message, and only if the environment has no system prompt. With a `request`, its messages
+    are the whole prompt, `content` only repeats the last of them, and the episode is a `ChatEpisode`.
 
     Example:
         >>> Observation(("What color is it?",), admissible_actions=("red", "blue")).admissible_actions
@@ -50,6 +94,7 @@ class Observation:
     admissible_actions: tuple[str, ...] | None = None
     anchor_key: str | None = None
     earlier: tuple[EarlierMessage, ...] = ()
+    request: ChatRequest | None = None
 
     @property
     def admissible_key(self) -> str | None:
@@ -86,6 +131,13 @@ class Episode(Protocol):
 
     async def close(self) -> None:
         """Free the episode's resources. It is called once, also after an error."""
+
+
+class ChatEpisode(Episode, Protocol):
+    """An episode whose observations have a `request`. `answer` is called in place of `step`."""
+
+    async def answer(self, answer: ChatAnswer) -> Outcome:
+        """Answer the request of the last observation and return the outcome."""
 
 
 class Environment(Protocol):

@@ -61,6 +61,13 @@ class Turn:
     experts: Experts | None = None
     tool_calls: tuple[CalledTool, ...] = ()  # in the completion; their results are in the next turn's prompt
 
+    def continues(self, earlier: Turn) -> bool:
+        """Check that the prompt begins with the tokens and images of an earlier turn, its completion included."""
+        tokens = np.concatenate([earlier.prompt_token_ids, earlier.completion_token_ids])
+        return np.array_equal(self.prompt_token_ids[: len(tokens)], tokens) and (
+            self.images[: len(earlier.images)] == earlier.images
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
@@ -85,6 +92,12 @@ class Trajectory:
         Rounding is tolerated, because a sum of floats may be an ulp too small.
         """
         return self.reward >= reward or isclose(self.reward, reward, rel_tol=1e-9)
+
+    @property
+    def samples(self) -> int:
+        """Number of token sequences that the turns make. A turn whose prompt begins with the exact tokens and images of
+        an earlier turn continues its sequence; a rewritten or branched conversation begins a new one."""
+        return sum(not any(turn.continues(before) for before in self.turns[: turn.index][::-1]) for turn in self.turns)
 
     @property
     def reward_parts(self) -> dict[str, float]:

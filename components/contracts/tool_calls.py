@@ -9,14 +9,15 @@ from typing import Any, Literal, Protocol
 from armature.components.contracts.images import EncodedImage
 
 ToolStatus = Literal[
-    "ok", "error", "malformed", "unknown", "arguments", "raised", "result", "timeout", "died", "no_calls_left"
-]
+    "ok", "error", "malformed", "unknown", "arguments", "raised", "result", "timeout", "died", "no_calls_left",
+    "program"
+]  # fmt: skip
 """The end of a call.
 
 ok: the tool returned. error: it raised a ToolError. malformed: the call cannot be parsed. unknown: no tool has that
 name. arguments: they do not fit the schema. raised: the tool raised another exception. result: it returned something
 that cannot be shown. timeout, died: its process was ended, or ended by itself. no_calls_left: the turn had more calls
-than the episode has left.
+than the episode has left. program: an agent program got the call, and only it knows the result.
 """
 
 

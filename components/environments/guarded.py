@@ -11,7 +11,15 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from armature.components.contracts.checks import checked_numbers, checked_observation, checked_outcome
-from armature.components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
+from armature.components.contracts.episodes import (
+    ChatAnswer,
+    ChatEpisode,
+    Environment,
+    Episode,
+    Observation,
+    Outcome,
+    Task,
+)
 from armature.components.contracts.errors import RolloutFailed, said
 from armature.components.machine.process import ForkGuard
 
@@ -130,7 +138,7 @@ class SharedThreadEpisode:
     An episode that blocks delays the others of its thread.
     """
 
-    def __init__(self, episode: Episode, thread: LoopThread) -> None:
+    def __init__(self, episode: ChatEpisode, thread: LoopThread) -> None:
         self._episode, self._thread = episode, thread
 
     async def reset(self) -> Observation:
@@ -138,6 +146,9 @@ class SharedThreadEpisode:
 
     async def step(self, action: str) -> Outcome:
         return await self._thread.call(lambda: self._episode.step(action))
+
+    async def answer(self, answer: ChatAnswer) -> Outcome:
+        return await self._thread.call(lambda: self._episode.answer(answer))
 
     async def close(self) -> None:
         await self._thread.call(self._episode.close)
@@ -158,7 +169,8 @@ class GuardedEpisode:
     The episode may block, never return, raise anything or ignore its cancellation: other episodes, the requests to the
     policy and the end of the run do not wait for it. Its observations and outcomes are checked and copied.
 
-    `reward_weights` holds the environment's weights as of the last step.
+    `reward_weights` holds the environment's weights as of the last step. With `preview`, the episode only shows the
+    first observation: an environment may have a method `preview(task)` for that.
 
     Example:
         >>> import asyncio
@@ -175,8 +187,9 @@ class GuardedEpisode:
         {'correct': 1.0, 'format': 1.0}
     """
 
-    def __init__(self, environment: Environment, task: Task, timeout: float) -> None:
+    def __init__(self, environment: Environment, task: Task, timeout: float, *, preview: bool = False) -> None:
         self._environment, self._task, self._timeout = environment, task, timeout
+        self._make = getattr(environment, "preview", environment.episode) if preview else environment.episode
         self._thread = LoopThread(f"episode of {task.task_id}")
         self._episode: Episode | None = None
         self.reward_weights: dict[str, float] = {}
@@ -190,7 +203,7 @@ class GuardedEpisode:
         """
 
         async def make() -> None:
-            self._episode = self._environment.episode(self._task)
+            self._episode = self._make(self._task)
 
         async def reset() -> Observation:
             assert self._episode is not None
@@ -207,13 +220,23 @@ class GuardedEpisode:
                 `checked_outcome`.
         """
 
-        async def step() -> Outcome:
-            assert self._episode is not None
-            outcome = checked_outcome(await self._episode.step(action))
+        return await self._outcome("step", action)
+
+    async def answer(self, answer: ChatAnswer) -> Outcome:
+        """Answer the request of a `ChatEpisode` and return the outcome.
+
+        Raises:
+            RolloutFailed: as in `step`.
+        """
+        return await self._outcome("answer", answer)
+
+    async def _outcome(self, name: str, argument: str | ChatAnswer) -> Outcome:
+        async def call() -> Outcome:
+            outcome = checked_outcome(await getattr(self._episode, name)(argument))
             self.reward_weights = checked_numbers("reward_weights", self._environment.reward_weights)
             return outcome
 
-        return await self._ask("step", step)
+        return await self._ask(name, call)
 
     async def close(self) -> None:
         """Close the episode and end its thread.

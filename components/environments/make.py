@@ -62,6 +62,13 @@ def _tools(settings: EnvironmentSettings, processes: int) -> ToolBox | None:
             where="environment.tools",
             remedy='move them: [environment.args.parts.NAME] with tools = ["zoom"]',
         )
+    if getattr(ENVIRONMENTS[settings.name], "own_tools", False):
+        raise ConfigurationError(
+            f"the environment {settings.name!r} offers tools of its own",
+            code="tools_of_program",
+            where="environment.tools",
+            remedy="leave tools out, and offer them in the program's requests",
+        )
     return ToolBox(
         settings.tools, max_calls=settings.max_tool_calls, timeout=settings.tool_timeout, processes=processes
     )

@@ -189,6 +189,12 @@ class EnvironmentMixture:
         _, environment, own = self.part_of(task)
         return environment.episode(own)
 
+    def preview(self, task: Task) -> Episode:
+        """Return an episode that shows the first observation of `task`."""
+        _, environment, own = self.part_of(task)
+        made: Episode = getattr(environment, "preview", environment.episode)(own)
+        return made
+
     def demonstration(self, task: Task) -> list[str]:
         """Return the answers that solve `task`; empty if its environment has no demonstrations."""
         _, environment, own = self.part_of(task)

@@ -216,7 +216,7 @@ async def _first_observations(
     """
     first = []
     for task in tasks:
-        episode = GuardedEpisode(environment, task, timeout)
+        episode = GuardedEpisode(environment, task, timeout, preview=True)
         try:
             first.append((task.task_id, await episode.reset()))
             await episode.close()

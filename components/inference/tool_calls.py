@@ -209,8 +209,12 @@ class ToolFormat(Settings):
 
     def calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
         """Return the calls in a completion, in order. Nothing is read after a malformed call, or in thoughts."""
+        return [call for _, call in self.located(text, schemas)]
+
+    def located(self, text: str, schemas: Schemas) -> list[tuple[int, ToolCall]]:
+        """Return the calls in a completion, each with its place in the text."""
         _, begin, end, read = _FORMATS[self.name]
-        calls, at, thought = list[ToolCall](), 0, text.find(THOUGHT)
+        calls, at, thought = list[tuple[int, ToolCall]](), 0, text.find(THOUGHT)
         while (at := text.find(begin, at)) >= 0:
             try:
                 name, arguments, stop = read(text, at + len(begin), schemas)
@@ -222,13 +226,13 @@ class ToolFormat(Settings):
             if at < thought and stop <= thought:
                 at = thought
                 continue
-            calls.append(call)
+            calls.append((at, call))
             if call.defect:
                 return calls
             at = stop
         rest = text[text.rfind("<") :] if "<" in text else ""
         if len(rest) > len("<tool") and begin.startswith(rest) and begin != rest:
-            calls.append(ToolCall("", defect="it is cut off"))
+            calls.append((text.rfind("<"), ToolCall("", defect="it is cut off")))
         return calls
 
     def instruction(self, schemas: Schemas) -> str:

@@ -82,6 +82,7 @@ def rollout_metrics(outputs: GenerateOutputs, environments: Collection[str] = ()
         "tokens/completion_max": float(lengths.max()),
         "tokens/prompt": float(np.mean([len(turn.prompt_token_ids) for turn in turns])),
         "turns": len(turns) / len(outputs.trajectories),
+        "samples": float(np.mean([trajectory.samples for trajectory in outputs.trajectories])),
         "truncated/length": float(np.mean([turn.finish_reason == "length" for turn in turns])),
         "truncated/turns": float(np.mean([trajectory.truncated for trajectory in outputs.trajectories])),
         "actions/format_defect": float(np.mean([turn.action_defect == "format" for turn in turns])),
@@ -113,7 +114,7 @@ def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     calls = [call for each in called for call in each]
     if not calls:
         return {}
-    used = sum(any(call.status == "ok" for call in each) for each in called)
+    used = sum(any(call.status in ("ok", "program") for call in each) for each in called)
     statuses = Counter(call.status for call in calls)
     names = Counter(call.name for call in calls if call.status not in ("malformed", "unknown"))
     return merged(

@@ -17,7 +17,15 @@ import numpy as np
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.checks import EnvironmentInfo, environment_info, plain_text
-from armature.components.contracts.episodes import Environment, Observation, Outcome, Task
+from armature.components.contracts.episodes import (
+    ChatAnswer,
+    ChatRequest,
+    EarlierMessage,
+    Environment,
+    Observation,
+    Outcome,
+    Task,
+)
 from armature.components.contracts.errors import DataError, RolloutFailed
 from armature.components.contracts.images import VIDEO, EncodedImage, ImageRef
 from armature.components.contracts.rollouts import Trajectory, Turn
@@ -109,6 +117,28 @@ class Conversation:
         self.messages.append(message)
         self._unread.append(message)
 
+    async def replace(self, request: ChatRequest, form: ToolFormat) -> None:
+        """Replace the chat by a request of an agent program. Only messages that were not there before are unread.
+
+        Raises:
+            RolloutFailed: as in `observe`.
+        """
+        before, self.messages, self.images, self._unread = self.messages, [], (), []
+        self._instruction = form.instruction(request.tools) if request.tools else ""
+        results: list[tuple[str, tuple[str | EncodedImage, ...]]] = []
+        if self._instruction and request.messages[0].role != "system":
+            self._instruct("")
+        for message, following in zip(request.messages, [*request.messages[1:], None], strict=True):
+            if message.role != "tool":
+                await self._add(message)
+                continue
+            results.append((message.name, message.content))
+            if following is None or following.role != "tool":
+                await self.show_results(form, results)
+                results = []
+        pairs = enumerate(zip(before, self.messages, strict=False))
+        del self._unread[: next((number for number, (old, new) in pairs if old != new), len(before))]
+
     async def observe(self, observation: Observation) -> None:
         """Append an observation that `GuardedEpisode` has validated.
 
@@ -123,30 +153,35 @@ class Conversation:
             self._instruct("")
             self._beginning = 1
         for message in observation.earlier:
-            if message.role == "user":
-                await self._show(message.content)
-            elif message.role == "system":
-                if self.messages:
-                    raise RolloutFailed("environment_error", "a system message is not the first message")
-                self._instruct("".join(map(str, message.content)))
-            else:
-                self._append({"role": message.role, "content": "".join(map(str, message.content))})
+            await self._add(message)
         await self._show(observation.content)
 
-    async def show_results(self, form: ToolFormat, called: Sequence[tuple[ToolCall, ToolResult]]) -> None:
-        """Append the results of the calls in the policy's answer, in order.
+    async def _add(self, message: EarlierMessage) -> None:
+        if message.role == "user":
+            await self._show(message.content)
+        elif message.role == "system":
+            if self.messages:
+                raise RolloutFailed("environment_error", "a system message is not the first message")
+            self._instruct("".join(map(str, message.content)))
+        else:
+            self._append({"role": message.role, "content": "".join(map(str, message.content))})
+
+    async def show_results(
+        self, form: ToolFormat, results: Sequence[tuple[str, tuple[str | EncodedImage, ...]]]
+    ) -> None:
+        """Append the results of the calls in the policy's answer, each with the name of its tool, in order.
 
         Raises:
             RolloutFailed: `bad_image` if an image is invalid.
         """
         user: list[str | EncodedImage] = []
-        for number, (call, result) in enumerate(called):
-            content = [form.shown(part) if isinstance(part, str) else part for part in result.content]
+        for number, (name, parts) in enumerate(results):
+            content = [form.shown(part) if isinstance(part, str) else part for part in parts]
             if form.renders_results:
-                name = {"tool_call_id": f"call_{number}", "name": call.name or "unknown"}
-                await self._show(tuple(content), "tool", name)
+                entries = {"tool_call_id": f"call_{number}", "name": name or "unknown"}
+                await self._show(tuple(content), "tool", entries)
             else:
-                user += ["<tool_response>\n", *content, "\n</tool_response>", "\n" * (number + 1 < len(called))]
+                user += ["<tool_response>\n", *content, "\n</tool_response>", "\n" * (number + 1 < len(results))]
         if user:
             await self._show(tuple(filter(None, user)))
 
@@ -275,8 +310,11 @@ class EpisodeRunner:
         turns: list[Turn] = []
         calls_left, steps = 0 if tools is None else tools.max_calls, 0
         clock = time.perf_counter()
-        observation: Observation | None = await episode.reset()
+        first = await episode.reset()
         environment_seconds = time.perf_counter() - clock
+        if first.request is not None:
+            return await self._answered(episode, place, first.request, facts.max_turns, environment_seconds)
+        observation: Observation | None = first
         while steps < facts.max_turns:
             if observation is not None:
                 await conversation.observe(observation)
@@ -303,36 +341,65 @@ class EpisodeRunner:
                 outcome = await episode.step(generated.text)
             environment_seconds += time.perf_counter() - clock
             shown = observation or Observation(())
-            turns.append(
-                Turn(
-                    index=len(turns),
-                    prompt_token_ids=generated.prompt_token_ids,
-                    completion_token_ids=generated.token_ids,
-                    completion_logprobs=generated.logprobs,
-                    finish_reason=generated.finish_reason,
-                    policy_version=generated.policy_version,
-                    images=conversation.images,
-                    messages=conversation.unread(),
-                    completion=generated.text,
-                    reward=_reward(outcome, episode.reward_weights),
-                    reward_parts=outcome.reward_parts,
-                    anchor_key=shown.anchor_key,
-                    admissible_key=shown.admissible_key,
-                    action_defect=outcome.action_defect,
-                    generate_seconds=generate_seconds,
-                    environment_seconds=environment_seconds,
-                    experts=generated.experts,
-                    tool_calls=tuple(CalledTool(call.name[:80], result.status) for call, result in results),
-                )
-            )
+            called = [CalledTool(call.name[:80], result.status) for call, result in results]
+            seconds = generate_seconds, environment_seconds
+            reward = _reward(outcome, episode.reward_weights)
+            turns.append(_turn(len(turns), conversation, generated, shown, outcome, reward, seconds, called))
             environment_seconds = 0.0
             if calls:
                 observation = None
-                await conversation.show_results(form, results)
+                await conversation.show_results(form, [(call.name, result.content) for call, result in results])
             elif outcome.observation is None:
                 return turns, True
             else:
                 observation = outcome.observation
+        return turns, False
+
+    async def _answered(
+        self, episode: GuardedEpisode, place: RolloutId, request: ChatRequest, most: int, environment_seconds: float
+    ) -> tuple[list[Turn], bool]:
+        """Answer the requests of an agent program until it ends, or `most` of them."""
+        conversation = Conversation(None, self.images, dialogue=True)
+        turns: list[Turn] = []
+        for number in range(most):
+            with_tools = request.tools or any(message.role == "tool" for message in request.messages)
+            form = self.pool.tool_format if with_tools else ToolFormat()
+            generated, calls, refused = None, list[tuple[int, ToolCall]](), None
+            clock = time.perf_counter()
+            try:
+                await conversation.replace(request, form)
+                offered = request.tools if form.renders_tools else ()
+                generated = await self._generate(conversation, place.request_seed(self.seed, number), offered)
+            except RolloutFailed as failed:
+                if failed.reason not in _REFUSED:
+                    raise
+                refused = failed
+            generate_seconds = time.perf_counter() - clock
+            if generated is None:
+                answer = ChatAnswer("", refusal=str(refused))
+            else:
+                conversation.answer(generated.text)
+                calls = form.located(generated.text, request.tools) if request.tools else []
+                answer = _chat_answer(generated, calls)
+            clock = time.perf_counter()
+            outcome = await episode.answer(answer)
+            environment_seconds += time.perf_counter() - clock
+            reward = _reward(outcome, episode.reward_weights)
+            if generated is not None:
+                called = [CalledTool(call.name[:80], "malformed" if call.defect else "program") for _, call in calls]
+                seconds = generate_seconds, environment_seconds
+                shown = Observation(())
+                turns.append(_turn(len(turns), conversation, generated, shown, outcome, reward, seconds, called))
+                environment_seconds = 0.0
+            elif outcome.done:
+                if not turns:
+                    assert refused is not None
+                    raise refused
+                turns[-1] = replace(turns[-1], reward=reward, reward_parts=outcome.reward_parts)
+            if outcome.observation is None:
+                return turns, True
+            assert outcome.observation.request is not None
+            request = outcome.observation.request
         return turns, False
 
     async def _called(
@@ -358,6 +425,56 @@ class EpisodeRunner:
         plain_text("the completion", generated.text)
         plain_text("the finish reason", generated.finish_reason)
         return generated
+
+
+_REFUSED = frozenset({"prompt_too_long", "too_many_images", "request_refused", "reserved_token", "bad_image"})
+"""Reasons for which a request of an agent program is refused. It can go on without the answer."""
+
+
+def _chat_answer(generated: Completion, calls: Sequence[tuple[int, ToolCall]]) -> ChatAnswer:
+    """Return a completion as the answer to an agent program. With a malformed call, all of it is text."""
+    readable = calls if not any(call.defect for _, call in calls) else ()
+    return ChatAnswer(
+        generated.text,
+        tuple(call for _, call in readable),
+        at=readable[0][0] if readable else None,
+        finish_reason=generated.finish_reason,
+        prompt_tokens=len(generated.prompt_token_ids),
+        completion_tokens=len(generated.token_ids),
+    )
+
+
+def _turn(
+    index: int,
+    conversation: Conversation,
+    generated: Completion,
+    shown: Observation,
+    outcome: Outcome,
+    reward: float,
+    seconds: tuple[float, float],
+    called: Sequence[CalledTool],
+) -> Turn:
+    """Return the record of a turn. `seconds` are those of the generation and of the environment."""
+    return Turn(
+        index=index,
+        prompt_token_ids=generated.prompt_token_ids,
+        completion_token_ids=generated.token_ids,
+        completion_logprobs=generated.logprobs,
+        finish_reason=generated.finish_reason,
+        policy_version=generated.policy_version,
+        images=conversation.images,
+        messages=conversation.unread(),
+        completion=generated.text,
+        reward=reward,
+        reward_parts=outcome.reward_parts,
+        anchor_key=shown.anchor_key,
+        admissible_key=shown.admissible_key,
+        action_defect=outcome.action_defect,
+        generate_seconds=seconds[0],
+        environment_seconds=seconds[1],
+        experts=generated.experts,
+        tool_calls=tuple(called),
+    )
 
 
 def _policy_wrote(failed: RolloutFailed, turns: list[Turn]) -> bool:

@@ -63,7 +63,7 @@ async def play(environment: Environment, task: Task, answers: Any) -> tuple[list
 
 
 def test_every_registered_environment_has_tests() -> None:
-    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers", "openenv", "alfworld/thor"}
+    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"program", "verifiers", "openenv", "alfworld/thor"}
 
 
 def test_equal_settings_give_equal_tasks_and_observations(example: Named) -> None:

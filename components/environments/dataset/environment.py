@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from armature.components.artifacts.videos import FrameSettings
-from armature.components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
+from armature.components.contracts.episodes import EarlierMessage, Episode, Observation, Outcome, Split, Task
 from armature.components.contracts.errors import ConfigurationError, DataError, RolloutFailed
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
@@ -47,7 +47,7 @@ class DatasetEnvironment:
     knows_its_tasks: ClassVar[bool] = True
     system_prompt: ClassVar[None] = None
     dialogue: ClassVar[bool] = True
-    max_turns: ClassVar[int] = 1
+    max_turns: int = 1
 
     def __init__(
         self,
@@ -144,8 +144,12 @@ class DatasetEnvironment:
         answer = demonstration_of(row, example, self.settings)
         return [answer] if answer else []
 
-    def episode(self, task: Task) -> DatasetEpisode:
-        """Return the episode of a task.
+    def episode(self, task: Task) -> Episode:
+        """Return the episode of a task; see `row_episode`."""
+        return self.row_episode(task)
+
+    def row_episode(self, task: Task) -> DatasetEpisode:
+        """Return an episode that shows the row of a task and grades one answer.
 
         Raises:
             DataError: the row has changed since the task was made.
@@ -184,7 +188,8 @@ class DatasetEpisode:
     def __init__(
         self, example: RowExample, files: DataFiles, frames: FrameSettings, row: dict[str, Any], rewards: Rewards
     ) -> None:
-        self._example, self._files, self._frames, self._row, self._rewards = example, files, frames, row, rewards
+        self._example, self._files, self._frames, self._rewards = example, files, frames, rewards
+        self.row = row
 
     async def reset(self) -> Observation:
         """Load the row's images and return the observation.
@@ -199,7 +204,11 @@ class DatasetEpisode:
         return Observation(content, earlier=tuple(EarlierMessage(role, parts) for role, parts in earlier))
 
     async def step(self, action: str) -> Outcome:
-        return Outcome(None, await self._rewards.grade(RewardInput(action, self._example.answer, self._row)))
+        return Outcome(None, await self.grade(action, self.row))
+
+    async def grade(self, answer: str, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the rewards of an answer by label. `row` has the columns that rewards see."""
+        return await self._rewards.grade(RewardInput(answer, self._example.answer, row))
 
     async def close(self) -> None:
         pass

@@ -15,8 +15,10 @@ from armature.components.contracts.episodes import Episode, Split, Task
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.installation import install_command
 from armature.components.contracts.settings import Settings
+from armature.components.environments.gateway.episode import GatewayEpisode
+from armature.components.environments.gateway.server import REFUSAL_WEIGHTS, ChatGateway, refusal_parts
 from armature.components.environments.guarded import LoopThread, SharedThreadEpisode
-from armature.components.environments.verifiers.episode import Row, VerifiersEpisode, VerifiersSource
+from armature.components.environments.verifiers.source import Row, VerifiersSource
 
 
 class VerifiersSettings(Settings):
@@ -42,7 +44,9 @@ class VerifiersEnvironment:
     name: ClassVar[str] = "verifiers"
     Settings: ClassVar[type[VerifiersSettings]] = VerifiersSettings
 
+    system_prompt: ClassVar[None] = None
     dialogue: ClassVar[bool] = True
+    own_tools: ClassVar[bool] = True
 
     def __init__(
         self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
@@ -58,7 +62,7 @@ class VerifiersEnvironment:
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self.max_turns = self._source.max_turns
-        self.reward_weights: dict[str, float] = {"reward": 1.0}
+        self.reward_weights: dict[str, float] = {"reward": 1.0, **REFUSAL_WEIGHTS}
 
     @staticmethod
     def sources(settings: VerifiersSettings) -> dict[str, str]:
@@ -91,10 +95,6 @@ class VerifiersEnvironment:
             others = [(index, heldout[index]) for index in order]
         return {"train": shuffled[: counts["train"]], "heldout": others[: counts["heldout"]]}
 
-    @cached_property
-    def system_prompt(self) -> str | None:
-        return self._rows["train"][0][1].system_prompt
-
     def tasks(self, split: Split) -> Iterator[Task]:
         for number, (index, row) in enumerate(self._rows[split]):
             payload = {"number": number, "row": index, "identity": row.identity}
@@ -125,13 +125,13 @@ class VerifiersEnvironment:
             )
         row = rows[number][1]
 
-        async def play(base_url: str) -> Mapping[str, float]:
-            parts = await self._source.play(row, base_url)
+        async def play(base_url: str, gateway: ChatGateway) -> Mapping[str, float]:
+            parts = await self._source.play(row, base_url, gateway.key) | refusal_parts(gateway.refused)
             for name in parts:
                 self.reward_weights.setdefault(name, 0.0)
             return parts
 
-        return SharedThreadEpisode(VerifiersEpisode(play, self.system_prompt), self._thread)
+        return SharedThreadEpisode(GatewayEpisode(play), self._thread)
 
 
 def _source(settings: VerifiersSettings) -> VerifiersSource:

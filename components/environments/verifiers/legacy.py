@@ -14,7 +14,7 @@ import verifiers
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.verifiers.episode import Row, content
+from armature.components.environments.verifiers.source import Row
 
 
 class LegacySource:
@@ -38,11 +38,9 @@ class LegacySource:
         train, heldout = self._environment.get_dataset(), self._environment.get_eval_dataset()
         return _rows(train), None if heldout is train else _rows(heldout)
 
-    async def play(self, row: Row, base_url: str) -> dict[str, float]:
+    async def play(self, row: Row, base_url: str, key: str) -> dict[str, float]:
         http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy: the endpoint is ours, on loopback
-        async with AsyncOpenAI(
-            base_url=base_url, api_key="none", max_retries=0, timeout=None, http_client=http
-        ) as client:
+        async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=None, http_client=http) as client:
             state = await self._environment.rollout(materialized(row.value), _client(client), "policy", {})
         if state["error"] is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}") from state["error"]
@@ -96,8 +94,7 @@ def _row(value: dict[str, Any]) -> Row:
             "the environment completes text, and only environments that chat are supported",
             code="environment_without_chat",
         )
-    system = "".join(str(part) for part in content(prompt[0])) if prompt[0]["role"] == "system" else None
-    return Row(value, _digest(value), system)
+    return Row(value, _digest(value))
 
 
 def _digest(document: Any) -> str:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.environments.verifiers.episode import Row
+from armature.components.environments.verifiers.source import Row
 
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):
@@ -46,12 +46,12 @@ class V1Source:
     def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
         taskset = load_environment(self._config).taskset
         tasks = list(taskset if taskset.bounded else islice(taskset, ENDLESS))
-        return [Row(task, task.hash, task.data.system_prompt) for task in tasks], None
+        return [Row(task, task.hash) for task in tasks], None
 
-    async def play(self, row: Row, base_url: str) -> dict[str, float]:
-        context = vf.ModelContext(
-            model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var="VERIFIERS_POLICY_KEY")
-        )
+    async def play(self, row: Row, base_url: str, key: str) -> dict[str, float]:
+        headers = {"X-API-Key": key}  # a bearer token would be read from a variable of this process
+        client = vf.EvalClientConfig(base_url=base_url, headers=headers, api_key_var="VERIFIERS_POLICY_KEY")
+        context = vf.ModelContext(model="policy", client=client)
         environment = load_environment(self._config)
         async with environment.serving():
             episode = await environment.run_episode(row.value, context)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from armature.components.contracts.episodes import Observation
+from armature.components.contracts.episodes import EarlierMessage, Observation
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.verifiers import VerifiersEnvironment
@@ -20,10 +20,12 @@ from .bridge import color_of, environment, play, run
 
 def test_single_turn_environment_is_scored_by_its_rubric():
     bridge = environment("sample-colors")
-    assert bridge.max_turns == 1 and bridge.system_prompt == "One word."
+    assert bridge.max_turns == 1
     for task in bridge.tasks("train"):
         observations, parts, done = run(bridge, task, lambda turn, observation: color_of(observation))
         (shown,) = observations
+        assert shown.request is not None
+        assert shown.request.messages[0] == EarlierMessage("system", ("One word.",))
         assert isinstance(shown.content[0], EncodedImage) and str(shown.content[1]).startswith("What colour is")
         assert done and parts["correct"] == 1.0 and parts["length"] == len(color_of(shown))
         assert parts["reward"] == pytest.approx(1.0 + 0.1 * parts["length"])
@@ -118,9 +120,13 @@ def test_environment_error_ends_only_its_episode():
     task = next(iter(bridge.tasks("train")))
     with refused("environment_error", "the game has crashed"):
         run(bridge, task, lambda *_: "9")
-    bridge = environment("sample-guess", args={"rewrite": True})
-    with refused("environment_error"):
-        run(bridge, task, lambda *_: "9")
+
+
+def test_environment_may_rewrite_earlier_messages():
+    bridge = environment("sample-guess", args={"rewrite": True}, max_turns=2)
+    observations, _, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: "9")
+    assert done and observations[1].request is not None
+    assert observations[1].request.messages[0].content == ("Something else.",)
 
 
 @pytest.mark.parametrize("silence", ["", " ", "\n"])
