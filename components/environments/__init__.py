@@ -21,7 +21,7 @@ ENVIRONMENTS = Registry(
         "mixture": "armature.components.environments.mixture:MixtureEnvironment",
         "motion": "armature.components.environments.motion:Motion",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",
-        "program": "armature.components.environments.program:ProgramEnvironment",
+        "program": "armature.components.environments.program.environment:ProgramEnvironment",
         "recall": "armature.components.environments.recall:Recall",
         "verifiers": "armature.components.environments.verifiers:VerifiersEnvironment",
     },

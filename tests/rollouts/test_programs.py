@@ -434,10 +434,8 @@ def test_function_is_a_program(play, tmp_path, monkeypatch) -> None:
         "    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as got:\n"
         "        return json.load(got)['choices'][0]['message']['content']\n"
     )
-    rewards = [
-        only(play(ScriptedPolicy(answers(word)), "", command=[], function="agents:solve")).reward for word in RIGHT
-    ]
-    assert sorted(rewards) == [0.0, 0.0, 1.0]
+    one = only(play(ScriptedPolicy(answers("neither")), "", command=[], function="agents:solve"))
+    assert one.reward_parts == {"exact_match": 0.0, "program": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,3 @@
 
 Each rollout starts the program anew, with a task, a URL and a key. Its answer is graded by the rewards of the recipe.
 """
-
-from armature.components.environments.program.environment import ProgramEnvironment, ProgramSettings
-
-__all__ = ["ProgramEnvironment", "ProgramSettings"]
