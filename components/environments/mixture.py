@@ -191,8 +191,8 @@ class EnvironmentMixture:
 
     def preview(self, task: Task) -> Episode:
         """Return an episode that shows the first observation of `task`."""
-        _, environment, own = self.part_of(task)
-        made: Episode = getattr(environment, "preview", environment.episode)(own)
+        _, environment, part_task = self.part_of(task)
+        made: Episode = getattr(environment, "preview", environment.episode)(part_task)
         return made
 
     def demonstration(self, task: Task) -> list[str]:

@@ -454,7 +454,7 @@ def _turn(
     seconds: tuple[float, float],
     called: Sequence[CalledTool],
 ) -> Turn:
-    """Return the record of a turn. `seconds` are those of the generation and of the environment."""
+    """Return the record of a turn. `seconds` are times of the generation and of the environment."""
     return Turn(
         index=index,
         prompt_token_ids=generated.prompt_token_ids,

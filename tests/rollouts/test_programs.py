@@ -45,8 +45,8 @@ def rendered(messages: Sequence[Mapping[str, Any]], written: Mapping[str, TokenI
     for message in messages:
         content = message["content"]
         text = content if isinstance(content, str) else json.dumps(content)
-        own = written.get(text) if message["role"] == "assistant" else None
-        parts += [tokens(f"<{message['role']}>"), tokens(text + "\n") if own is None else own]
+        sampled = written.get(text) if message["role"] == "assistant" else None
+        parts += [tokens(f"<{message['role']}>"), tokens(text + "\n") if sampled is None else sampled]
     return np.concatenate([*parts, tokens("<assistant>")])
 
 
@@ -70,8 +70,8 @@ class ExactPolicy(ScriptedPolicy):
 
 
 def answers(*texts: str) -> Callable[..., str]:
-    given = iter(texts)
-    return lambda messages, seed: next(given)
+    left = iter(texts)
+    return lambda messages, seed: next(left)
 
 
 @pytest.fixture

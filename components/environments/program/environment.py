@@ -80,8 +80,8 @@ class ProgramEnvironment(DatasetEnvironment):
     settings: ProgramSettings
 
     def __init__(self, settings: ProgramSettings, **counts: Any) -> None:
-        own = CallableReward(program, weight=settings.program_weight)
-        super().__init__(settings, callables=[own], **counts)
+        reported = CallableReward(program, weight=settings.program_weight)
+        super().__init__(settings, callables=[reported], **counts)
         faults = {f"program_{fault}": 0.0 for fault in get_args(Fault)}
         self.reward_weights = {**self.reward_weights, **faults, **REFUSAL_WEIGHTS}
         self.max_turns = settings.max_turns
@@ -194,8 +194,8 @@ def command_of(settings: ProgramSettings) -> list[str]:
         return [sys.executable, "-m", "armature.components.environments.program.function", settings.function]
     name, *arguments = settings.command
     path = project_path(name)
-    found = shutil.which(path if os.sep in name else name)
-    if found is None:
+    located = shutil.which(path if os.sep in name else name)
+    if located is None:
         raise ConfigurationError(
             f"there is no program {name!r}",
             code="program_missing",
@@ -203,4 +203,4 @@ def command_of(settings: ProgramSettings) -> list[str]:
             remedy="install it, or name an executable file beside the recipe with a slash: ./agent.sh",
         )
     placed = [str(project_path(each).resolve()) if project_path(each).is_file() else each for each in arguments]
-    return [os.path.abspath(found), *placed]  # noqa: PTH100 (links of interpreters are not resolved)
+    return [os.path.abspath(located), *placed]  # noqa: PTH100 (links of interpreters are not resolved)
