@@ -182,12 +182,12 @@ class EnvironmentMixture:
     def part_of(self, task: Task) -> tuple[str, Environment, Task]:
         """Return the name of the environment that plays `task`, that environment, and the task as it lists it."""
         name, payload = task.payload["environment"], task.payload["task"]
-        own = Task(payload["task_id"], task.split, payload["payload"])
-        return name, self.parts[name].environment, own
+        part_task = Task(payload["task_id"], task.split, payload["payload"])
+        return name, self.parts[name].environment, part_task
 
     def episode(self, task: Task) -> Episode:
-        _, environment, own = self.part_of(task)
-        return environment.episode(own)
+        _, environment, part_task = self.part_of(task)
+        return environment.episode(part_task)
 
     def preview(self, task: Task) -> Episode:
         """Return an episode that shows the first observation of `task`."""
@@ -197,9 +197,9 @@ class EnvironmentMixture:
 
     def demonstration(self, task: Task) -> list[str]:
         """Return the answers that solve `task`; empty if its environment has no demonstrations."""
-        _, environment, own = self.part_of(task)
+        _, environment, part_task = self.part_of(task)
         solve: Any = getattr(environment, "demonstration", lambda task: [])
-        return list(solve(own))
+        return list(solve(part_task))
 
     def close(self) -> None:
         for part in self.parts.values():
