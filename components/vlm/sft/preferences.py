@@ -1,7 +1,7 @@
 """Direct preference optimization: the samples of pairs, their reference log-probs, and what is measured of them.
 
 The loss itself is `armature.components.vlm.objectives.dpo`. A pair is two neighboring samples, the chosen one first,
-with the advantages 1 and -1. In place of a sampler's log-probs they have those of the initial model.
+with the advantages 1 and -1. Their reference log-probs, by the initial model, take the place of a sampler's.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def test_epochs_of_pairs_keep_both_samples_side_by_side(pairs, size):
     plan = EpochSampler([make_sample(str(index)) for index in range(2 * pairs)], 1, size, 0, together=2)
     steps = [[int(each.sample_id) for each in plan.of(step)] for step in range(1, plan.steps + 1)]
     assert all(1 <= len(step) // 2 <= size for step in steps)
-    found = [(step[at], step[at + 1]) for step in steps for at in range(0, len(step), 2)]
-    assert sorted(found) == [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
+    neighbors = [(step[at], step[at + 1]) for step in steps for at in range(0, len(step), 2)]
+    assert sorted(neighbors) == [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ def test_step_has_the_formulas_loss_and_gradient(tiny, packing, rows, tokens):
         max_grad_norm=1e9,
         learning_rate=1e-30,
     )
-    kept: dict[str, torch.Tensor] = {}
+    gradients_of_step: dict[str, torch.Tensor] = {}
     update = learner.update
 
     def recording(number: int) -> Any:
-        kept.update(
+        gradients_of_step.update(
             {name: each.grad.clone() for name, each in learner.model.named_parameters() if each.grad is not None}
         )
         return update(number)
@@ -83,9 +83,9 @@ def test_step_has_the_formulas_loss_and_gradient(tiny, packing, rows, tokens):
     norm = torch.stack([each.norm() for each in gradients.values()]).norm().item()
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert kept.keys() == gradients.keys()
+    assert gradients_of_step.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(kept[name], gradient, rtol=1e-3, atol=1e-5 * norm)
+        torch.testing.assert_close(gradients_of_step[name], gradient, rtol=1e-3, atol=1e-5 * norm)
 
 
 # --- Rows ---
