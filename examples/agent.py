@@ -8,36 +8,38 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 from PIL import Image
 
 TURNS = 3
-SIDES = {"left": 0, "right": 1}
 
 
-def image_part(image: Image.Image) -> dict:
+def image_part(image: Image.Image) -> dict[str, Any]:
     file = io.BytesIO()
     image.save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def tool(name: str, description: str, **properties: dict) -> dict:
+def tool(name: str, description: str, **properties: dict[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 TOOLS = [
-    tool("half", "Look at a half of the image.", side={"type": "string", "enum": list(SIDES)}),
-    tool("size", "Return the size of the image."),
+    tool("zoom", "Look at a region of an image, enlarged.", box={"type": "array", "items": {"type": "number"}}),
+    tool("size", "Return the size of the image in pixels."),
 ]
 
 
-def called(image: Image.Image, name: str, arguments: dict) -> list[dict]:
-    if name == "half":
-        left = SIDES.get(str(arguments.get("side")), 0) * image.width // 2
-        return [image_part(image.crop((left, 0, left + image.width // 2, image.height)))]
+def call_tool(image: Image.Image, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    if name == "zoom":
+        try:
+            return [image_part(image.crop(arguments["box"]).resize((448, 448)))]
+        except (KeyError, TypeError, ValueError) as error:
+            return [{"type": "text", "text": f"Error: {error}"}]
     return [{"type": "text", "text": f"{image.width} x {image.height}"}]
 
 
@@ -51,7 +53,7 @@ def main() -> None:
         if not reply.tool_calls:
             break
         for call in reply.tool_calls:
-            content = called(image, call.function.name, json.loads(call.function.arguments))
+            content = call_tool(image, call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     print(json.dumps({"answer": reply.content or ""}))
 
