@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from armature.components.contracts.episodes import EarlierMessage, Observation
+from armature.components.contracts.episodes import ChatAnswer, EarlierMessage, Observation
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import EncodedImage
+from armature.components.contracts.tool_calls import ToolCall
 from armature.components.environments.verifiers import VerifiersEnvironment
 from tests.refusals import refused
 
@@ -173,3 +174,27 @@ def test_v1_interface_needs_a_later_release():
     with pytest.raises(ConfigurationError) as caught:
         environment("sample-colors", "v1")
     assert 'interface = "legacy"' in caught.exconly()
+
+
+def test_tools_of_an_environment_are_offered_and_called():
+    bridge = environment("sample-tools", max_turns=4)
+    task = next(iter(bridge.tasks("train")))
+
+    async def talk():
+        episode = bridge.episode(task)
+        try:
+            asked = (await episode.reset()).request
+            (tool,) = asked.tools
+            number = int(asked.messages[-1].content[0].split(" ")[0])
+            text = f"<tool_call>{number}</tool_call>"
+            call = ToolCall(tool["function"]["name"], {"one": number, "other": 1})
+            shown = await episode.answer(ChatAnswer(f"I add. {text}", (call,), at=len("I add. ")))
+            _, answer, result = shown.observation.request.messages
+            assert "".join(answer.content) == f"I add. {text}"
+            assert (result.role, result.name, result.content) == ("tool", "add", (str(number + 1),))
+            return await episode.step(result.content[0])
+        finally:
+            await episode.close()
+
+    outcome = asyncio.run(asyncio.wait_for(talk(), 60))
+    assert outcome.observation is None and outcome.reward_parts["right"] == 1.0
