@@ -87,9 +87,11 @@ class MachineTrainer(Settings):
     """Nodes of the cluster that train; more than one needs cluster.trainer."""
     gpus: tuple[NonNegativeInt, ...] = ()
     """CUDA devices of the trainer on each node, counted as in servers.gpus; empty on CPU."""
-    sharding: Literal["full", "hybrid", "none"] | None = None
+    sharding: Literal["full", "hybrid", "experts", "none"] | None = None
     """Sharding of the model over the trainer's ranks with FSDP2. full: over all ranks. hybrid (HSDP): over the ranks of
-    a node, with a copy on each node. none: each rank has the whole model. Unset: full on several GPUs, none on CPU."""
+    a node, with a copy on each node. experts: full, but each rank keeps some experts of every layer of a mixture of
+    experts, and computes them for the tokens of all ranks (expert parallelism). none: each rank has the whole model.
+    Unset: full on several GPUs, none on CPU."""
     context_parallel: PositiveInt = 1
     """Number of ranks that compute one sequence together, each a part of its tokens, for sequences that do not fit on
     one GPU. Needs trainer.packing, and has to divide the model's number of attention heads."""

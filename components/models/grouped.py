@@ -37,16 +37,16 @@ def grouped_products(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights
     back = order.argsort()
     ends = torch.searchsorted(numbers, torch.arange(len(down), device=numbers.device), right=True, out_int32=True)
     x = _Rows.apply(hidden.to(down.dtype), order, back, chosen.shape[1])
-    x = some._apply_gate(_product(x, gate_up.mT, ends))
-    x = _Rows.apply(_product(x, down.mT, ends), back, order, 1)
+    x = some._apply_gate(product(x, gate_up.mT, ends))
+    x = _Rows.apply(product(x, down.mT, ends), back, order, 1)
     return (x.view(*chosen.shape, -1) * weights[..., None]).sum(1, dtype=hidden.dtype)
 
 
-def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows up to the first of `ends` (E,) by the first of `weights` (E, D, C), and so on."""
-    if x.dtype != torch.float64:
+    if len(x) and x.dtype != torch.float64:
         return grouped_mm(x, weights, offs=ends)
-    parts = x.tensor_split(ends[:-1].tolist())  # PyTorch (2.13) has no grouped products in float64
+    parts = x.tensor_split(ends[:-1].tolist())  # PyTorch (2.13) has no grouped products in float64, or of nothing
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 

@@ -48,9 +48,9 @@ class TrainerProcesses(BaseModel):
     machines; None is loopback."""
     gpus: tuple[int, ...] = ()
     """CUDA devices of each node, one per process; empty on CPU."""
-    sharding: Literal["full", "hybrid"] | None = None
-    """Shard the model over all ranks (full, FSDP2) or over the ranks of each node (hybrid); None copies it to each
-    rank."""
+    sharding: Literal["full", "hybrid", "experts"] | None = None
+    """Shard the model over all ranks (full, FSDP2), over the ranks of each node (hybrid), or over all ranks with whole
+    experts on each (experts); None copies it to each rank."""
     context_parallel: PositiveInt = 1
     """Number of ranks that share each sequence; it divides the number of all ranks."""
     server_share: float | None = None
@@ -95,7 +95,7 @@ class TrainerProcesses(BaseModel):
     @property
     def copies(self) -> int:
         """Number of copies of the model over all ranks."""
-        return {"full": 1, "hybrid": self.nodes, None: self.ranks}[self.sharding]
+        return {"full": 1, "experts": 1, "hybrid": self.nodes, None: self.ranks}[self.sharding]
 
     @property
     def shards(self) -> int:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from armature.components.families.family import Family
+from armature.components.models.expert_parallel import split_experts
 from armature.components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]
@@ -33,6 +34,7 @@ def sharder(
     cast_inputs: bool,
     methods: Iterable[str] = (),
     keep: bool = False,
+    experts: bool = False,
 ) -> Callable[[Model], None]:
     """Return a function that shards a model over `ranks`, in place. The model's parameters may be on the meta device.
 
@@ -46,18 +48,20 @@ def sharder(
         methods: names of methods of the model, besides `forward`, that use its weights. They gather the weights before
             they run.
         keep: keep weights gathered from a forward pass to its backward pass.
+        experts: divide the experts of each layer among the ranks, which then do not gather them; with one copy only.
     """
     mesh = ranks.mesh(copies)
 
     def shard(model: Model) -> None:
         model.float()
+        divided = split_experts(model, mesh) if experts else set[nn.Parameter]()
         for module, dtype in units(model):
             precision = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
             )
             # FSDP would leave the root module gathered after a forward pass. Without a backward pass after it, its
             # parameters would not be the sharded ones that the optimizer updates.
-            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=divided)
         for name in methods:
             register_fsdp_forward_method(model, name)
         if keep:

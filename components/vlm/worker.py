@@ -192,16 +192,18 @@ class TrainerWorker(TokenWorker):
         loaded = chosen_recomputation(policy.model_path, policy.model, *trained)
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
-        sharded = settings.processes.sharding is not None
+        sharded, experts = settings.processes.sharding is not None, settings.processes.sharding == "experts"
         low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
 
-        def shard_of(model: Any, weights: MappedWeights | None, keep: bool) -> Callable[[Policy], None] | None:
+        def shard_of(
+            model: Any, weights: MappedWeights | None, keep: bool, experts: bool = False
+        ) -> Callable[[Policy], None] | None:
             if not sharded:
                 return None
             units = partial(blocks, family=family_of(base_model(model).config), dtype=torch.bfloat16 if low else None)
             named = weights.of("model") if weights else None
             methods, copies = ["next_tokens", "own_logits"], settings.processes.copies
-            return sharder(ranks, copies, units, named, cast_inputs=True, methods=methods, keep=keep)
+            return sharder(ranks, copies, units, named, cast_inputs=True, methods=methods, keep=keep, experts=experts)
 
         # Rank 0 reads the weights before any model is made, so that adapters get the same random numbers as in one
         # process.
@@ -227,7 +229,7 @@ class TrainerWorker(TokenWorker):
             temperature=policy.temperature,
             forbidden_token_ids=sorted(collator.forbidden_token_ids) if policy.sampled else (),
             ranks=ranks,
-            shard=shard_of(model, weights, sharded and keeps_gathered(policy.model_path, loaded, *trained)),
+            shard=shard_of(model, weights, sharded and keeps_gathered(policy.model_path, loaded, *trained), experts),
             teacher=teacher,
         )
         load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers, part=ranks.part)

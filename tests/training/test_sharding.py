@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Runs:
         nodes: int = 1,
         sharing: int = 1,
         copied: bool = False,
+        experts: bool = False,
     ) -> dict[str, Result]:
         """Train the cases `names` and return their results.
 
@@ -105,8 +107,10 @@ class Runs:
             processes: number of ranks on each node. They shard the model, or with `copied` each has a copy.
             nodes: number of nodes; each of several nodes has a copy of the model.
             sharing: number of ranks that share each sequence.
+            experts: divide experts among the ranks.
         """
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
+        sharding = "experts" if experts else sharding
         machine = make_machine(
             trainer__nodes=nodes,
             cluster=ClusterSettings(address="auto", trainer=TrainerBundle()) if nodes > 1 else None,
@@ -148,9 +152,10 @@ def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    root, pipe = tmp_path_factory.mktemp("sharding"), subprocess.PIPE
+@contextmanager
+def started(tiny: Tiny, root: Path) -> Iterator[Runs]:
+    """Start the program that trains on ranks, and end it afterwards."""
+    pipe = subprocess.PIPE
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (
         (root / "log").open("w") as log,
@@ -159,6 +164,12 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]
         ) as program,
     ):
         yield Runs(tiny, root, program)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with started(tiny, tmp_path_factory.mktemp("sharding")) as runs:
+        yield runs
 
 
 @pytest.fixture(scope="module")

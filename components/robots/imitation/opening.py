@@ -123,7 +123,7 @@ def open_model(
         prepare: Function that freezes a model and adds adapters or a value head; called before sharding.
 
     Raises:
-        ConfigurationError: context parallelism is enabled.
+        ConfigurationError: context or expert parallelism is enabled.
         DataError: a weight is missing, unknown, or has another shape.
     """
     if ranks.context is not None:
@@ -132,6 +132,13 @@ def open_model(
             code="context_parallel_unsupported",
             where="machine.trainer.context_parallel",
             remedy="remove this setting",
+        )
+    if processes.sharding == "experts":
+        raise ConfigurationError(
+            "robot policies have no experts that could be divided among ranks",
+            code="experts_missing",
+            where='machine.trainer.sharding = "experts"',
+            remedy='set machine.trainer.sharding = "full"',
         )
     sharded = processes.sharding is not None
     model = empty_model(parts) if sharded else load_model(source, parts)
