@@ -94,7 +94,7 @@ def parallel_products(experts: nn.Module, hidden: Tensor, chosen: Tensor, weight
     pairs = pairs[order]
     rows = pairs // chosen.shape[1]
     ends = torch.searchsorted(numbers, torch.arange(len(down), device=numbers.device), right=True, out_int32=True)
-    x = _Rows.apply(everyone.to(down.dtype), rows)
+    x = _SomeRows.apply(everyone.to(down.dtype), rows)
     x = product(some._apply_gate(product(x, gate_up.mT, ends)), down.mT, ends)
     x = x * shares.flatten()[pairs, None]
     return _Sum.apply(_added(x, rows, len(everyone)).to(hidden.dtype), group)[: len(hidden)]
@@ -150,7 +150,7 @@ class _Sum(torch.autograd.Function):
         return _gathered(gradient, ctx.group), None
 
 
-class _Rows(torch.autograd.Function):
+class _SomeRows(torch.autograd.Function):
     """Rows of `x` (T, D), some of them several times. Their gradients are added in fp32."""
 
     @staticmethod

@@ -197,11 +197,18 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     stored = _load_weights(config, source, settings, dtype).state_dict()
     with torch.random.fork_rng(devices=()):  # adapters then get the same random numbers as in a whole model
         model = without_storage(_empty_model(config, settings))
-    for name, module in model.named_modules():
-        if not model._keep_in_fp32_modules_strict.isdisjoint(name.split(".")):  # as from_pretrained does
-            module.float()
+    for tensor in kept_in_fp32(model):  # as from_pretrained does
+        tensor.data = tensor.data.float()
     model = _freeze_and_adapt(model, settings)
     return model, MappedWeights(model, stored)
+
+
+def kept_in_fp32(model: PreTrainedModel) -> list[Tensor]:
+    """Return the parameters and buffers that transformers loads in fp32 whatever the model's dtype, such as the routers
+    of GLM's mixtures of experts."""
+    parts = [f".{part}." for part in model._keep_in_fp32_modules_strict]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [tensor for name, tensor in tensors if any(part in f".{name}." for part in parts)]
 
 
 def _check_not_quantized(settings: ModelSettings) -> None:

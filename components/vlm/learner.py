@@ -28,6 +28,7 @@ from armature.components.families.family import family_of
 from armature.components.models.adapters.family import model_inputs
 from armature.components.models.compiled import compile_layers, pad_widths
 from armature.components.models.context_parallel import to_device
+from armature.components.models.load import kept_in_fp32
 from armature.components.models.lora import base_model
 from armature.components.models.packed import complete_packing
 from armature.components.rollouts.batches.table import check_samples
@@ -54,13 +55,14 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
 
     Raises:
         ConfigurationError: the weights have several dtypes and autocast is off, or `settings.weights` is bfloat16 and
-            the model was loaded in another dtype.
+            the model was loaded in another dtype. Weights that transformers keeps in fp32 do not count then.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.weights == "bfloat16":
         adapters = trained if isinstance(model, PeftModel) else []  # PEFT makes them in fp32
         _set_dtype(adapters, torch.bfloat16)
-        if (dtypes := _dtypes(model)) != {torch.bfloat16}:
+        kept = {id(tensor) for tensor in kept_in_fp32(base_model(model))}
+        if (dtypes := _dtypes(p for p in model.parameters() if id(p) not in kept)) != {torch.bfloat16}:
             raise ConfigurationError(
                 f"trainer.weights is bfloat16, but the model was loaded in {_names(dtypes)}",
                 code="weights_dtype_mismatch",
@@ -69,7 +71,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
             )
         return model
     _set_dtype(trained, torch.float32)
-    if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
+    if len(dtypes := _dtypes(model.parameters())) > 1 and settings.autocast == "none":
         raise ConfigurationError(
             f"the weights have several dtypes ({_names(dtypes)}), which needs autocast",
             code="autocast_missing",
@@ -84,8 +86,8 @@ def _set_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+def _dtypes(parameters: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
