@@ -228,7 +228,7 @@ def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData
         data |= {"base_model": base.source, **_license(base)}
         data["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
     if record.trained:
-        data["tags"].append("sft" if record.manifest.kind in ("sft", "warm-start") else _method(record))
+        data["tags"].append(_method(record))
     if HUB.fullmatch(dataset.get("type", "")):
         data["datasets"] = [dataset["type"]]
     if results := list(_results(record, form, dataset)):
@@ -242,6 +242,8 @@ def _data(record: TrainingRecord | None, name: str, form: Form) -> ModelCardData
 
 def _method(record: TrainingRecord) -> str:
     """Return the hub tag for the method of the training."""
+    if record.manifest.kind in ("sft", "warm-start"):
+        return "dpo" if record.manifest.settings.get("dpo") else "sft"
     return "imitation-learning" if record.flow == "train-vla" else "reinforcement-learning"
 
 
