@@ -57,7 +57,7 @@ def test_agent_on_the_openai_package_is_trained(tmp_path: Path) -> None:
         max_steps=2,
         learning_rate=1e-4,
         max_tokens=48,
-        rollouts_per_step=16,
+        rollouts_per_step=8,
         rollouts_per_example=8,
         micro_batch_size=16,
         max_concurrent=8,
