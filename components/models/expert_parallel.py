@@ -84,7 +84,7 @@ def parallel_products(experts: nn.Module, hidden: Tensor, chosen: Tensor, weight
     mesh: DeviceMesh = some.down_proj.device_mesh
     group, tokens = mesh.get_group(), torch.tensor([len(hidden)], device=hidden.device)
     missing = (0, 0, 0, int(_gathered(tokens, group).max()) - len(hidden))
-    everyone, shares = (_Gather.apply(pad(each, missing), group) for each in (hidden, weights))
+    everyone, shares = (_RowExchange.apply(pad(each, missing), group, True) for each in (hidden, weights))
     numbers = _gathered(pad(chosen, missing, value=-1), group).flatten()
 
     gate_up, down = under_autocast(*(_mine(getattr(some, name), hidden.dtype) for name in WEIGHTS))
@@ -97,7 +97,7 @@ def parallel_products(experts: nn.Module, hidden: Tensor, chosen: Tensor, weight
     x = _SomeRows.apply(everyone.to(down.dtype), rows)
     x = product(some._apply_gate(product(x, gate_up.mT, ends)), down.mT, ends)
     x = x * shares.flatten()[pairs, None]
-    return _Sum.apply(_added(x, rows, len(everyone)).to(hidden.dtype), group)[: len(hidden)]
+    return _RowExchange.apply(_added(x, rows, len(everyone)).to(hidden.dtype), group, False)[: len(hidden)]
 
 
 def _mine(parameter: DTensor, dtype: torch.dtype) -> Tensor:
@@ -115,39 +115,30 @@ def _added(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
-    """Return the rows of all ranks, which have equally many: those of rank 0, then of rank 1 and so on."""
+    """Return the rows of all ranks in the order of the ranks. Every rank has the same number of rows."""
     out = x.new_empty((len(x) * dist.get_world_size(group), *x.shape[1:]))
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out
 
 
 def _summed(x: Tensor, group: Any) -> Tensor:
-    """Sum the rows over ranks, and return those of this rank: the transpose of `_gathered`."""
+    """Sum rows over the ranks, and return the part of this rank. It is the transpose of `_gathered`."""
     out = x.new_empty((len(x) // dist.get_world_size(group), *x.shape[1:]))
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
+class _RowExchange(torch.autograd.Function):
+    """`_gathered` or `_summed`. Each of the two computes the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
+    def forward(ctx: Any, x: Tensor, group: Any, gather: bool) -> Tensor:
+        ctx.group, ctx.back = group, _summed if gather else _gathered
+        return _gathered(x, group) if gather else _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient, ctx.group), None, None
 
 
 class _SomeRows(torch.autograd.Function):

@@ -28,7 +28,7 @@ def code(*arguments, **fields):
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["code"]
 
-def picture(name):
+def image_part(name):
     data = base64.b64encode(open(name, "rb").read()).decode()
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
 
@@ -38,7 +38,7 @@ def user(*parts):
 def finish(answer, **fields):
     print(json.dumps({"answer": answer, **fields}), flush=True)
 
-question = user(*map(picture, task["images"]), task["prompt"])
+question = user(*map(image_part, task["images"]), task["prompt"])
 """
 ONE_TURN = 'finish(message([question])["content"])'
 

@@ -145,7 +145,7 @@ for turn in range(4):
     for call in got["tool_calls"]:
         box = json.loads(call["function"]["arguments"])["box"]
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": [
-            {"type": "text", "text": str(sum(box))}, picture(task["images"][0])]})
+            {"type": "text", "text": str(sum(box))}, image_part(task["images"][0])]})
 finish(got["content"])
 """
 

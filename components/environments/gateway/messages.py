@@ -73,7 +73,7 @@ class SampledCalls:
         """
         text = self._written.get(tuple(str(call["id"]) for call in calls))
         if text is None:
-            raise Refused("foreign_tool_calls", "tool_calls of an assistant message are not those of one answer")
+            raise Refused("foreign_tool_calls", "an assistant message must have exactly the tool_calls of one answer")
         return text
 
     def name(self, id: str) -> str:
