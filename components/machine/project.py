@@ -162,6 +162,8 @@ class _BesideTheRecipe(MetaPathFinder):
             if each in modules or (path := _beside(folder, each)) is None:
                 continue
             _refuse_collision(each, path)
+            if each == __name__.partition(".")[0]:
+                continue  # in a clone of Armature, whose own modules are imported once
             modules.add(each)
             inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
             files = [file for file in inside if file.is_file()]

@@ -76,6 +76,21 @@ def test_each_recipe_has_its_own_modules(tmp_path):
     assert result == [1, 2, 1]
 
 
+def test_recipe_in_a_clone_does_not_import_the_project_twice(tmp_path):
+    """Otherwise each class of the project would exist twice, and `issubclass` would compare different ones."""
+    (tmp_path / "own_scores.py").write_text("SCORE = 1\n")
+    code = (
+        "import sys; from pathlib import Path; from armature.components.contracts import errors\n"
+        "from armature.components.machine.project import load_object, project\n"
+        f"clone, names = {str(REPOSITORY)!r}, ['armature.components.contracts.errors:said', 'tests.refusals:refused']\n"
+        f"for folder, name in [*((clone, name) for name in names), ({str(tmp_path)!r}, 'own_scores:SCORE')]:\n"
+        "    with project(Path(folder)): load_object(name, '')\n"
+        "sys.exit(sys.modules.get(errors.__name__) is not errors)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False)
+    assert done.returncode == 0
+
+
 def test_edit_with_equal_size_and_time_is_detected(tmp_path):
     """Python itself takes the old bytecode then."""
     file = tmp_path / "mine/own_scores.py"
