@@ -23,9 +23,10 @@ def train_vlm(recipe: TrainVlm) -> list[str]:
         if recipe.warm_start is not None:
             start = run("warm-start", recipe, tasks=tasks, model=start)
             stage, made = "after warm start", {"warm start": start}
-        trained = run("train-vlm", recipe, tasks=tasks, model=start)
+        teachers = recipe.made_teachers(lambda name, of, **inputs: run(name, of, "of the teacher", **inputs))
+        trained = run("train-vlm", recipe, "", tasks=tasks, model=start, **teachers)
         before = run("evaluate", recipe, of=stage, tasks=tasks, model=start)
         after = run("evaluate", recipe, of="after training", tasks=tasks, model=trained)
         findings = [CheckpointResult(stage, before), CheckpointResult("after training", after)]
         candidate = promote_candidate(trained, f"train-vlm.{deployment_name()}", findings)
-        return report(tracking, findings, {**made, "training": trained}, candidate)
+        return report(tracking, findings, {**made, **teachers, "training": trained}, candidate)

@@ -161,9 +161,9 @@ def _fingerprint_and_sources(
     stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]
 ) -> tuple[str, dict[str, str]]:
     """Return the fingerprint of a stage's output, and the digests, by name, of the stage's further sources."""
-    if set(inputs) != set(stage.inputs):
+    if set(inputs) != set(stage.inputs_for(settings)):
         raise ConfigurationError(
-            f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
+            f"stage {stage.name!r} takes the inputs {sorted(stage.inputs_for(settings))}, given {sorted(inputs)}",
             code="stage_inputs_mismatch",
             remedy="name each input once: --input NAME=FOLDER",
         )
@@ -172,7 +172,7 @@ def _fingerprint_and_sources(
         "stage": stage.name,
         "version": stage.version,
         "settings": settings.model_dump(mode="json"),
-        "inputs": {name: inputs[name].digest for name in stage.inputs},
+        "inputs": {name: inputs[name].digest for name in stage.inputs_for(settings)},
     }
     if sources := dict(stage.sources(settings, inputs)):
         document["sources"] = sources
@@ -263,7 +263,7 @@ def run_stage(
             saved=partial(store.send_checkpoint, name, key),
             recipe=recipe,
         )
-        folders = {name: str(inputs[name].path) for name in stage.inputs}
+        folders = {name: str(inputs[name].path) for name in stage.inputs_for(settings)}
         started_as = {"recipe": recipe, "project": str(project_folder().resolve())}
         write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders, **started_as})
 
@@ -275,7 +275,7 @@ def run_stage(
                 kind_version=stage.version,
                 rows=dict(report.rows),
                 drops=dict(report.drops),
-                inputs={key: inputs[key].digest for key in stage.inputs},
+                inputs={name: inputs[name].digest for name in stage.inputs_for(settings)},
                 settings=settings.model_dump(mode="json"),
                 sources=sources,
             )

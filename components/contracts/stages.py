@@ -119,13 +119,19 @@ def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callab
     return settings
 
 
+def no_more_inputs(settings: Any) -> tuple[str, ...]:
+    """Return no names, the default of `Stage.more_inputs`."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Stage(Generic[SettingsT]):
     """A function of validated settings and input artifacts that fills one output folder.
 
     `version` is raised whenever the same settings and inputs would give another output. `sources` returns the digests,
     by name, of everything else that the output depends on, such as the code of an environment. `resolve` returns the
-    settings with the branches and tags of a hub replaced by commits, and reports each replacement.
+    settings with the branches and tags of a hub replaced by commits, and reports each replacement. `more_inputs`
+    returns the names of inputs that only some settings need; `inputs_for` returns all names.
     """
 
     name: str
@@ -135,3 +141,8 @@ class Stage(Generic[SettingsT]):
     run: Callable[[SettingsT, Mapping[str, Artifact], Path, StageContext], StageReport]
     sources: Callable[[SettingsT, Mapping[str, Artifact]], Mapping[str, str]] = nothing_more
     resolve: Callable[[SettingsT, Mapping[str, Artifact], Callable[[str], None]], SettingsT] = as_they_are
+    more_inputs: Callable[[SettingsT], tuple[str, ...]] = no_more_inputs
+
+    def inputs_for(self, settings: SettingsT) -> tuple[str, ...]:
+        """Return the names of the inputs that the stage takes with these settings."""
+        return (*self.inputs, *self.more_inputs(settings))

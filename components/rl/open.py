@@ -33,12 +33,13 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rl.evaluations import BEST, HeldoutSet
 from armature.components.rl.run import RLRun, RunParts
-from armature.components.rl.settings import LoopSettings, TrainVLMSettings
+from armature.components.rl.settings import TEACHER, LoopSettings, TrainVLMSettings
 from armature.components.rl.teacher import refuse_other_tokens
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.memory import BYTES, GIB, chosen_recomputation, estimate_memory, memory_of_rank
+from armature.components.vlm.settings import TeacherSettings
 
 QUANTIZED_BASE = "quantized-base"
 """Name of the workspace's folder with the initial weights after rounding to 4 bits."""
@@ -61,7 +62,7 @@ def open_run(
     """
     weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
     teacher = settings.teacher
-    teacher_path = Path() if teacher is None else locate(project_source(teacher.source), teacher.revision)
+    teacher_path = Path() if teacher is None else located_teacher(teacher, inputs)
     policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
@@ -111,6 +112,13 @@ def open_run(
             adapters=servers.adapters is not None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
+
+
+def located_teacher(teacher: TeacherSettings, inputs: Mapping[str, Artifact]) -> Path:
+    """Return the folder of a teacher's weights."""
+    if teacher.recipe:
+        return locate(inputs[TEACHER].path)
+    return locate(project_source(teacher.source), teacher.revision)
 
 
 def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
@@ -253,7 +261,7 @@ def check(
     for line in memory.lines(available, where):
         context.events.message(line)
     if (teacher := settings.teacher) is not None:
-        source = locate(project_source(teacher.source), teacher.revision)
+        source = located_teacher(teacher, inputs)
         scoring = estimate_memory(source, teacher.model, settings.trainer, settings.inference.dtype)
         size = scoring.parameters * (4 if processes.shards > 1 else BYTES[teacher.dtype]) / processes.shards
         context.events.message(f"teacher weights        {size / GIB:.2f} GiB on each rank, beside the trainer's")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from armature.components.configuration.recipes import MachineSection, SettingRow
+from armature.components.configuration.tables import SUFFIX
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.evaluation.settings import (
@@ -14,7 +16,8 @@ from armature.components.evaluation.settings import (
     ServerSection,
     TrainEvaluationSettings,
 )
-from armature.components.rl.settings import PreflightSettings, TrainVLMSettings
+from armature.components.machine.project import project_path, project_source
+from armature.components.rl.settings import TEACHER, PreflightSettings, TrainVLMSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings, WarmStartSettings
 
@@ -52,19 +55,51 @@ class TrainVlm(ModelSections):
 
     def refuse_sources(self) -> None:
         """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
-        from armature.components.machine.project import project_source
         from armature.components.models.source import check_source_name
 
         if self.model.tiny is None:
             check_source_name(project_source(self.model.source), self.model.revision)
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher.source:
             check_source_name(project_source(self.teacher.source), self.teacher.revision)
+
+    def refuse_ahead(self) -> None:
+        super().refuse_ahead()
+        self.made_teachers(lambda *_, **__: None)
+
+    def made_teachers(self, make: Callable[..., Artifact | None]) -> dict[str, Artifact]:
+        """Return the checkpoints of teachers that other recipes train, by the names of the inputs of `train-vlm`.
+
+        Args:
+            make: called with the name of a stage, the sections of a teacher's recipe, and the stage's inputs by name.
+                It returns the stage's artifact; with None, the teacher is left out.
+
+        Raises:
+            ConfigurationError: a recipe does not train a model on rewards, or has a teacher itself.
+        """
+        from armature.components.configuration import load_recipe
+
+        if self.teacher is None or not self.teacher.recipe:
+            return {}
+        name = self.teacher.recipe
+        sections = load_recipe(project_path(name) if name.endswith(SUFFIX) else name).values
+        if not isinstance(sections, TrainVlm) or sections.teacher is not None:
+            raise ConfigurationError(
+                f"{name} is not a recipe of train-vlm without a teacher",
+                code="teacher_recipe_not_usable",
+                where="teacher.recipe",
+                remedy="name a recipe that trains a model on rewards alone, or set teacher.source to a checkpoint",
+            )
+        sections = sections.model_copy(update={"machine": self.machine})
+        tasks, model = make("tasks", sections), make("model", sections)
+        for stage in ("train-vlm",) if sections.warm_start is None else ("warm-start", "train-vlm"):
+            model = make(stage, sections, tasks=tasks, model=model) if tasks and model else None
+        return {TEACHER: model} if model else {}
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
         """Check, with tasks and model at hand, that memory suffices and that trainer and servers agree."""
         from armature.components.rl.open import check
 
-        settings, context = self._checked(inputs, say)
+        settings, inputs, context = self._checked(inputs, say)
         check(settings, inputs, context, lambda run: None)
 
     def check_settings(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> list[SettingRow]:
@@ -76,7 +111,7 @@ class TrainVlm(ModelSections):
         from armature.components.rl.setting_checks import check_settings
         from armature.components.rl.trial import play_trial
 
-        settings, context = self._checked(inputs, say)
+        settings, inputs, context = self._checked(inputs, say)
         trial = check(settings, inputs, context, play_trial)
         weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
         gpus = self.machine.trainer.gpus
@@ -84,14 +119,33 @@ class TrainVlm(ModelSections):
 
     def _checked(
         self, inputs: Mapping[str, Artifact], say: Callable[[str], None]
-    ) -> tuple[TrainVLMSettings, StageContext]:
-        """Return the settings of the training and the context of a check, after counting the tasks to evaluate."""
-        from armature.components.configuration.stages import TerminalEvents, ThreadUnits, fingerprint, open_store
+    ) -> tuple[TrainVLMSettings, dict[str, Artifact], StageContext]:
+        """Return the settings and inputs of the training and the context of a check, after counting the tasks to
+        evaluate."""
+        from armature.components.configuration.stages import (
+            STAGES,
+            TerminalEvents,
+            ThreadUnits,
+            find_made,
+            fingerprint,
+            open_store,
+        )
         from armature.components.evaluation.results import planned_tasks
         from armature.components.rl.stage import TRAIN_VLM_STAGE
 
         settings = TRAIN_VLM_STAGE.resolve(self.settings_for(TrainVLMSettings), inputs, say)
+        teachers = self.made_teachers(
+            lambda name, of, **made: find_made(name, of.settings_for(STAGES[name].settings), made, self.machine)
+        )
+        if settings.teacher is not None and settings.teacher.recipe and not teachers:
+            say(f"teacher: not checked, because {settings.teacher.recipe} has not trained it yet")
+            settings = settings.model_copy(update={"teacher": None})
+        inputs = {**inputs, **teachers}
         planned_tasks(self.evaluation, inputs["tasks"].path)
         store, key = open_store(self.machine), f"check-{fingerprint(TRAIN_VLM_STAGE, settings, inputs)}"
         workspace = store.workspace("train-vlm", key)
-        return settings, StageContext(self.machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key)
+        return (
+            settings,
+            inputs,
+            StageContext(self.machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key),
+        )

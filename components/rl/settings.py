@@ -14,6 +14,9 @@ from armature.components.models.settings import ModelSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
+TEACHER = "teacher"
+"""Name of the input of train-vlm with a teacher that another recipe has trained."""
+
 
 class PreflightSettings(Settings):
     """Limits on the disagreement of trainer and servers, before the first step and in every step."""

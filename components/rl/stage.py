@@ -16,7 +16,7 @@ from armature.components.machine.hub import COMMIT
 from armature.components.machine.project import find_module
 from armature.components.models.source import folder_sources
 from armature.components.rl.agreement import FIRST_UPDATE
-from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.settings import TEACHER, TrainVLMSettings
 from armature.components.vlm.settings import FunctionObjective
 
 
@@ -79,7 +79,7 @@ def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mappi
         ConfigurationError: some of the code or data is missing.
     """
     digests = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
-    if settings.teacher is not None:
+    if settings.teacher is not None and settings.teacher.source:
         files = folder_sources(settings.teacher.source)
         digests = {**digests, **{f"teacher/{name}": digest for name, digest in files.items()}}
     if isinstance(objective := settings.trainer.objective, FunctionObjective):
@@ -87,6 +87,11 @@ def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mappi
         find_module(module)
         return digests | {"objective": code_digest(module)}
     return digests
+
+
+def trained_teachers(settings: TrainVLMSettings) -> tuple[str, ...]:
+    """Return the name of the input with the checkpoint of a teacher that another recipe trains, if there is one."""
+    return (TEACHER,) if settings.teacher is not None and settings.teacher.recipe else ()
 
 
 TRAIN_VLM_STAGE = Stage(
@@ -97,4 +102,5 @@ TRAIN_VLM_STAGE = Stage(
     run=train_vlm,
     sources=sources,
     resolve=played_as_listed,
+    more_inputs=trained_teachers,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -203,17 +203,25 @@ Divergence = ForwardKL | ReverseKL | JSD
 class TeacherSettings(Settings):
     """A model whose distributions the trained model learns on its own samples (on-policy distillation)."""
 
-    source: str
+    source: str = ""
     """Folder of the teacher, or its hub name; an artifact of a training is a folder too. It must have the tokenizer and
     the image processor of the trained model, which is checked before the first step."""
     revision: str | None = None
     """Commit, tag or branch; required for a hub name."""
+    recipe: str = ""
+    """Recipe of train-vlm that trains the teacher, in place of `source`. It is run first, unless it was run before."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the teacher's weights."""
     loss: SampledReverseKL | Divergence = Field(SampledReverseKL(name="sampled"), discriminator="name")
     """Distance between teacher and trained model."""
     weight: float = Field(1.0, gt=0, le=1)
     """Share of the teacher in the loss; the share of the rewards is 1 - weight."""
+
+    @model_validator(mode="after")
+    def _comes_from_one_place(self) -> Self:
+        if bool(self.source) == bool(self.recipe):
+            raise ValueError("a teacher has either a source or a recipe that trains it: set one of the two")
+        return self
 
     @property
     def likeliest(self) -> int:
@@ -223,7 +231,7 @@ class TeacherSettings(Settings):
     @property
     def model(self) -> ModelSettings:
         """The settings with which the teacher is loaded."""
-        return ModelSettings(source=self.source, revision=self.revision, dtype=self.dtype)
+        return ModelSettings(source=self.source or self.recipe, revision=self.revision, dtype=self.dtype)
 
 
 class UpdateSettings(OptimizerSettings):

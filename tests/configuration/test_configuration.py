@@ -390,6 +390,12 @@ prompt = "{q}"
         ("name = 'exact_match'\n[environmnt]\nname = 'colors'", "unknown_section", ("'environment'",)),
         ("name = 'exact_match'\n[trainr]\nmax_steps = 1", "unknown_section", ("'trainer'",)),
         ("name = 'exact_match'\n[warm_strt]\nlearning_rate = 1.0\nmax_sequence_tokens = 9", "unknown_section", ()),
+        (
+            "name = 'exact_match'\n[teacher]\nsource = 'a'\nrecipe = 'b'",
+            "value_error",
+            ("teacher: ", "source", "recipe"),
+        ),
+        ("name = 'exact_match'\n[teacher]\nweight = 0.5", "value_error", ("teacher: ",)),
         ("name = 'exact_match'\n[warm_start]\nlearning_rte = 1.0\nmax_sequence_tokens = 9", "extra_forbidden", ()),
     ],
 )

@@ -167,3 +167,10 @@ def test_fingerprint_includes_environment_defaults():
     args = load_recipe("train-vlm/colors").dump()["environment"]["args"]
     assert args["noise"] == 16.0 and args["colors"]["white"] == [235, 235, 235]
     assert load_recipe("train-vlm/colors", ["environment.args.noise=16"]) == load_recipe("train-vlm/colors")
+
+
+@pytest.mark.parametrize("name", ["sft/colors", "train-vlm/colors-distilled"])
+def test_rejects_a_teacher_that_rewards_alone_do_not_train(name):
+    values = load_recipe("train-vlm/colors-distilled", [f"teacher.recipe={name}"]).values
+    with refused("teacher_recipe_not_usable", "teacher.recipe", name):
+        values.refuse_ahead()

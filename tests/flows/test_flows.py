@@ -202,6 +202,26 @@ def test_warm_start_comes_before_rl_and_is_in_the_lineage(recipe):
     assert names.index("train-vlm") < names.index("warm-start") < names.index("model")
 
 
+def test_teacher_is_trained_first_and_found_the_second_time(recipe):
+    from armature.components.artifacts.manifest import open_artifact, read_manifest
+    from armature.flows.train_vlm import train_vlm
+    from armature.tasks.lineage import lineage
+    from armature.tasks.mlflow_client import client
+
+    teacher = train_vlm(**recipe("train-vlm/colors").sections, return_state=True).result()
+    (made,) = [line.split()[-1] for line in teacher if line.startswith("training") and "file:" not in line]
+    state = train_vlm(**recipe("train-vlm/colors-distilled").sections, return_state=True)
+    (used,) = [line.split()[-1] for line in state.result() if line.startswith("teacher") and "file:" not in line]
+    (trained,) = [line.split()[-1] for line in state.result() if line.startswith("training") and "file:" not in line]
+    assert used == made != trained
+    assert read_manifest(Path(trained)).inputs["teacher"] == open_artifact(Path(made)).digest
+    stages = client().search_runs(["1"], "tags.`armature.stage` = 'train-vlm'")
+    names = sorted((run.info.run_name, run.data.tags["armature.reused"]) for run in stages)
+    assert names == [("train-vlm", "false"), ("train-vlm", "false"), ("train-vlm of the teacher", "true")]
+    last = max(stages, key=lambda run: run.info.start_time).info.run_id
+    assert [node.name for node in lineage(last).walk()].count("train-vlm") == 2
+
+
 def test_failing_sweep_cell_keeps_the_results_of_others(recipe):
     from armature.flows.sweep import sweep
 
