@@ -22,6 +22,7 @@ ENVIRONMENTS = Registry(
         "motion": "armature.components.environments.motion:Motion",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",
         "program": "armature.components.environments.program.environment:ProgramEnvironment",
+        "reasoning_gym": "armature.components.environments.reasoning_gym:ReasoningGym",
         "recall": "armature.components.environments.recall:Recall",
         "verifiers": "armature.components.environments.verifiers:VerifiersEnvironment",
     },

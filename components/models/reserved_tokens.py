@@ -17,7 +17,7 @@ from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.families.family import FAMILIES, tiny_recipe
 from armature.components.machine.hub import hub_commit
-from armature.components.machine.project import project_source
+from armature.components.models.gguf import model_source
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, fetch_files, locate
 
@@ -121,7 +121,7 @@ def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str,
 
 def _tokenizer_folder(settings: ModelSettings) -> Path:
     """Return the folder with the tokenizer's files, given a folder, an artifact or a hub name."""
-    source = project_source(settings.source)
+    source = model_source(settings.source)
     if Path(source).is_dir():
         return locate(source)
     check_source_name(source, settings.revision)

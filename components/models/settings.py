@@ -51,7 +51,8 @@ class ModelSettings(Settings):
     """
 
     source: str
-    """A hub name, a folder (/x, ./x, ../x), or tiny/FAMILY for a checkpoint made from a seed."""
+    """A hub name, a folder (/x, ./x, ../x), a language model in a GGUF file (./x.gguf, or package:NAME for an installed
+    package with one), or tiny/FAMILY for a checkpoint made from a seed."""
     revision: str | None = None
     """Commit, tag or branch; required for a hub name. Only a commit always means the same files."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

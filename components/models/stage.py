@@ -7,7 +7,7 @@ from pathlib import Path
 
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.machine.hub import HUB, commit_of
-from armature.components.machine.project import project_source
+from armature.components.models.gguf import model_source
 from armature.components.models.settings import ModelSettings
 
 
@@ -30,7 +30,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     from armature.components.models.load import check_sizes, load_config
     from armature.components.models.source import locate, make_reference
 
-    reference = make_reference(project_source(settings.source), settings.revision)
+    reference = make_reference(model_source(settings.source), settings.revision)
     reference.write(out)
     check_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
@@ -42,7 +42,7 @@ def model_sources(settings: ModelSettings, inputs: Mapping[str, Artifact]) -> di
     """Return the digest of a checkpoint folder. The artifact depends on it in addition to its settings."""
     from armature.components.models.source import folder_sources
 
-    return {} if settings.tiny is not None else folder_sources(settings.source)
+    return {} if settings.tiny is not None else folder_sources(model_source(settings.source))
 
 
 def at_commit(settings: ModelSettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> ModelSettings:
@@ -51,7 +51,7 @@ def at_commit(settings: ModelSettings, inputs: Mapping[str, Artifact], say: Call
     Raises:
         DataError: see `hub_commit`.
     """
-    name = project_source(settings.source)
+    name = model_source(settings.source)
     if settings.tiny is not None or settings.revision is None or not HUB.fullmatch(name) or Path(name).is_dir():
         return settings
     return settings.model_copy(update={"revision": commit_of(name, settings.revision, "model", say)})

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.files import foreign
 from armature.components.families.family import family_of
-from armature.components.machine.project import project_source
 from armature.components.machine.registry import suggestion
+from armature.components.models.gguf import model_source
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import local_code_options
 from armature.components.rl.recipe import TrainVlm
@@ -138,7 +138,7 @@ def read_config(settings: ModelSettings) -> Any:
             recipe.vocabulary, tiny.vocabulary_size, tiny.corpus, recipe.template, tiny.max_positions
         )
         return recipe.config(tiny, tokenizer)
-    source = project_source(settings.source)
+    source = model_source(settings.source)
     remedy = "use a folder with the model's config.json, no other file is needed: --set model.source=/a/folder"
     with foreign("the model's configuration cannot be read", where=source, remedy=remedy):
         return AutoConfig.from_pretrained(

@@ -26,8 +26,8 @@ from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.families.family import COMPONENTS, family_of
 from armature.components.inference.command import ServedAdapters, vocabulary
 from armature.components.inference.pool import ServerPool
-from armature.components.machine.project import project_source
 from armature.components.models.adapters import get_adapter, get_collator
+from armature.components.models.gguf import model_source
 from armature.components.models.load import load_config, load_model, load_processor, save_checkpoint
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
@@ -118,7 +118,7 @@ def located_teacher(teacher: TeacherSettings, inputs: Mapping[str, Artifact]) ->
     """Return the folder of a teacher's weights."""
     if teacher.recipe:
         return locate(inputs[TEACHER].path)
-    return locate(project_source(teacher.source), teacher.revision)
+    return locate(model_source(teacher.source), teacher.revision)
 
 
 def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:

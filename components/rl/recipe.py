@@ -16,7 +16,7 @@ from armature.components.evaluation.settings import (
     ServerSection,
     TrainEvaluationSettings,
 )
-from armature.components.machine.project import project_path, project_source
+from armature.components.machine.project import project_path
 from armature.components.rl.settings import TEACHER, PreflightSettings, TrainVLMSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings, WarmStartSettings
@@ -55,12 +55,13 @@ class TrainVlm(ModelSections):
 
     def refuse_sources(self) -> None:
         """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
+        from armature.components.models.gguf import model_source
         from armature.components.models.source import check_source_name
 
         if self.model.tiny is None:
-            check_source_name(project_source(self.model.source), self.model.revision)
+            check_source_name(model_source(self.model.source), self.model.revision)
         if self.teacher is not None and self.teacher.source:
-            check_source_name(project_source(self.teacher.source), self.teacher.revision)
+            check_source_name(model_source(self.teacher.source), self.teacher.revision)
 
     def refuse_ahead(self) -> None:
         super().refuse_ahead()

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from reasoning_gym import create_dataset
 
 from armature.components.contracts.episodes import Task
 from armature.components.environments.generated import ColorImageSettings
@@ -21,6 +22,7 @@ from .dataset.tables import args_of, rows_of, write_images, write_jsonl
 
 COLORS = ColorImageSettings().colors
 IMAGE: dict[str, Any] = {"image_size": 56}
+SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
 
 
 CHARTS = TemporaryDirectory()
@@ -61,6 +63,14 @@ EXAMPLES = {
         {"frames": 6, "image_size": 56},
         lambda task, turn: f" {task.payload['way'].title()}.\n",
         "up",
+        1.0,
+    ),
+    "reasoning_gym": Example(
+        {"task": "chain_sum", "config": SUMS},
+        lambda task, turn: create_dataset("chain_sum", seed=task.payload["seed"], size=1000, **SUMS)[
+            task.payload["number"]
+        ]["answer"],
+        "no idea",
         1.0,
     ),
     "recall": Example(

@@ -66,7 +66,7 @@ def make_tiny_checkpoint(
     processor = recipe.processor(settings, tokenizer)
     config = recipe.config(settings, tokenizer)
     choose_image_attention(config, image_attention)
-    with _reproducible(seed):
+    with reproducible(seed):
         model = apply_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
         recipe.initialize(model, settings)
         model.generation_config = GenerationConfig(
@@ -93,7 +93,7 @@ def _texts(settings: FormatSettings | None) -> list[str]:
 
 
 @contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
+def reproducible(seed: int) -> Iterator[None]:
     """Seed torch and use one thread during the block. Sums over several threads would depend on the number of
     threads."""
     threads = torch.get_num_threads()

@@ -49,11 +49,11 @@ class Sft(Sections):
 
     def refuse_sources(self) -> None:
         """Refuse a model name that cannot be fetched: a missing folder, or a hub name without a revision."""
-        from armature.components.machine.project import project_source
+        from armature.components.models.gguf import model_source
         from armature.components.models.source import check_source_name
 
         if self.model.tiny is None:
-            check_source_name(project_source(self.model.source), self.model.revision)
+            check_source_name(model_source(self.model.source), self.model.revision)
 
     def refuse_ahead(self) -> None:
         """Refuse a source of conversations that does not exist."""
