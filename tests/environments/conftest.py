@@ -38,12 +38,14 @@ def charts() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Example:
-    """Arguments of an environment. The answers `wins(task, turn)` earn the full reward `best`; `loses` earns 0."""
+    """Arguments of an environment. The answers `wins(task, turn)` earn the full reward `best`; `loses` earns 0.
+    Without `images` it shows texts only."""
 
     args: dict[str, Any]
     wins: Callable[[Task, int], str]
     loses: str
     best: float
+    images: bool = True
 
 
 EXAMPLES = {
@@ -72,6 +74,7 @@ EXAMPLES = {
         ]["answer"],
         "no idea",
         1.0,
+        images=False,
     ),
     "recall": Example(
         {
