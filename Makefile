@@ -8,7 +8,7 @@ BIN    := .venv/bin
 INTEROP := checkov cluster lerobot programs ray trl verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test end-to-end interop production lint size docs check up down fuzz chaos bench images test-images clean
+.PHONY: help run test end-to-end learns interop production lint size docs check up down fuzz chaos bench images test-images clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ test: environments  ## the tests; choose with ARGS="-m 'not slow'"
 
 end-to-end: environments  ## whole runs as users start them: recipes, examples, a newcomer's first hour, flows on Prefect, the platform and its pages
 	$(PYTEST) tests/end_to_end tests/examples tests/first_hour tests/flows tests/platform $(ARGS)
+
+learns: environments  ## whole curves: recipes with three seeds, held-out accuracy before and after; hours; choose with ARGS="-k zoom"
+	$(BIN)/python -m pytest -s tests/learns $(ARGS)
 
 interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-trl interop-vla-eval  ## tests against what others write: verifiers, OpenEnv, LeRobot, vla-eval, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, TRL
 

@@ -1,0 +1,53 @@
+"""Recipes learn: whole runs with three seeds, accuracy on held-out tasks before and after. `make learns` runs them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from armature.components.machine.process import Program
+
+ROOT = Path(__file__).parents[2]
+LINE = re.compile(r"^accuracy +(\S+) \[(\S+), (\S+)\] → (\S+) \[(\S+), (\S+)\]$", re.MULTILINE)
+"""The last lines of a run: accuracy with its 95 % interval before training, and after it."""
+WITHOUT_TOOLS = ("--set", "environment.tools=")
+
+
+def run(recipe: str, seed: int, folder: Path, *options: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Run a recipe on this machine. Return accuracy, lower and upper bound, before and after training."""
+    seeds = (f"trainer.seed={seed}", f"rollouts.seed={seed}")
+    command = [sys.executable, "-m", "armature", "run", recipe, *(part for each in seeds for part in ("--set", each))]
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = Program([*command, *options], env=environment, cwd=folder, log=folder / "run.log")
+    assert done.wait(7200) == 0, done.tail(60)
+    (numbers,) = LINE.findall((folder / "run.log").read_text())
+    before, after = tuple(map(float, numbers[:3])), tuple(map(float, numbers[3:]))
+    print(f"{recipe} seed {seed} {' '.join(options)}: {before} -> {after}")
+    return before, after
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "least"),
+    [
+        ("train-vlm/colors", 0.9),
+        ("train-vlm/motion-tiny", 0.95),
+        ("train-vlm/zoom-tiny", 0.75),
+        ("train-vlm/colors-distilled", 0.9),
+    ],
+)
+def test_recipe_learns(recipe: str, least: float, seed: int, tmp_path: Path) -> None:
+    before, after = run(recipe, seed, tmp_path)
+    assert before[2] < after[1], "the intervals overlap"
+    assert after[1] >= least
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_dot_is_not_found_without_the_tool(seed: int, tmp_path: Path) -> None:
+    _, after = run("train-vlm/zoom-tiny", seed, tmp_path, *WITHOUT_TOOLS)
+    assert after[1] <= 1 / 8 <= after[2], "another accuracy than that of a guess among eight colors"
