@@ -18,7 +18,7 @@ GROUPS = {
     "Recipes": ("init", "list", "check", "plan", "show", "run", "view"),
     "Models": ("setup", "train-multimodal", "serve", "serve-policy", "export", "push"),
     "Platform": ("up", "down", "status", "env", "deploy", "submit"),
-    "Artifacts": ("stage", "verify", "store"),
+    "Artifacts": ("stage", "bundle", "verify", "store"),
 }
 """Headings of `armature --help` and their commands, in the order that a newcomer needs them."""
 LONGEST_HELP = 1000

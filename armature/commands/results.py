@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from armature.commands.arguments import Overrides, Store
+from armature.commands.arguments import MachineOverrides, Overrides, Store
 
 app = typer.Typer()
 
@@ -63,14 +63,80 @@ def view(
     serve(store, port, ready)
 
 
-@app.command(epilog="Example: armature verify --store /shared/store")
-def verify(
+@app.command(epilog="Example: armature bundle .armature/store/evaluate/01b1698311d9532e1255 --out colors.zip")
+def bundle(
+    evaluation: Annotated[
+        str, typer.Argument(help="The artifact of a finished evaluation: its folder, or its digest or the beginning.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .zip file to write.")] = Path("bundle.zip"),
     store: Store = Path(".armature/store"),
 ) -> None:
-    """Read every artifact of a store and name those whose files have changed.
+    """Write what a stranger needs to check an evaluation to one .zip file.
 
-    A run only compares sizes, times and inodes, and reads the files whose values differ.
+    It has settings, versions, digests of policy and tasks, a row for each episode, and a few rollouts.
     """
-    from armature.verify import verify as verify_store
+    from armature.components.contracts.machine import Machine
+    from armature.verify import bundle_evaluation
 
-    verify_store(store)
+    bundle_evaluation(evaluation, out, Machine(store=str(store)))
+
+
+@app.command(
+    epilog="Examples: armature verify --store /shared/store; armature verify colors.zip; "
+    "armature verify colors.zip --policy out --episodes 32"
+)
+def verify(
+    bundle: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="A bundle to check. Default: the artifacts of the store.", dir_okay=False),
+    ] = None,
+    policy: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The policy: a folder, a digest or NAME@REVISION. Default: it is found in the store."),
+    ] = None,
+    episodes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Episodes to replay. Default: as many as --confidence and --share need."),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999999, help="Probability with which false rows are to be found.")
+    ] = 0.99,
+    share: Annotated[float, typer.Option(min=0.0001, max=1, help="Share of false rows that is to be found.")] = 0.05,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Seed of the choice of episodes, to repeat a check. Default: a random one."),
+    ] = None,
+    allow: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="NAME", help="Code that the bundle names and that may be run; repeat for more."),
+    ] = None,
+    store: Store = Path(".armature/store"),
+    machine: MachineOverrides = None,
+) -> None:
+    """Check an evaluation that others have made, or the artifacts of a store.
+
+    Random episodes of a bundle are played again with the same policy. The result is compared bit for bit where versions
+    and processor are the same, and by an exact test elsewhere.
+
+    Without a bundle, every artifact of a store is read, and those whose files have changed are named. A run only
+    compares sizes, times and inodes, and reads the files whose values differ.
+    """
+    from armature.components.configuration import section_of
+    from armature.components.contracts.machine import Machine
+    from armature.verify import verify as verify_store
+    from armature.verify import verify_bundle
+
+    if bundle is None:
+        verify_store(store)
+        return
+    section = section_of(Machine, {"store": str(store)}, "--machine", machine or [])
+    verify_bundle(
+        bundle,
+        section,
+        policy,
+        episodes=episodes,
+        confidence=confidence,
+        share=share,
+        seed=seed,
+        allowed=allow or (),
+    )

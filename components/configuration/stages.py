@@ -34,6 +34,7 @@ from armature.components.contracts.stages import (
 )
 from armature.components.machine.project import project_folder
 from armature.components.machine.registry import Registry, suggestion
+from armature.components.machine.versions import versions
 from armature.components.machine.workers.worker import workers_on
 
 STAGES = Registry(
@@ -60,7 +61,8 @@ STAGES = Registry(
 )
 
 STARTED = "stage.json"
-"""File in a stage's workspace with its settings, its input folders, the recipe's name and the project folder.
+"""File in a stage's workspace with its settings, its input folders, the recipe's name, the project folder, and the
+versions that the stage runs with.
 
 Viewers read it, also while the stage runs.
 """
@@ -264,7 +266,7 @@ def run_stage(
             recipe=recipe,
         )
         folders = {name: str(inputs[name].path) for name in stage.inputs_for(settings)}
-        started_as = {"recipe": recipe, "project": str(project_folder().resolve())}
+        started_as = {"recipe": recipe, "project": str(project_folder().resolve()), "versions": versions(machine)}
         write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders, **started_as})
 
         def fill(folder: Path) -> None:

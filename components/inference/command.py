@@ -10,7 +10,7 @@ from pathlib import Path
 from armature.components.artifacts.tensors import Tensors, read_tensors
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
-from armature.components.contracts.machine import Machine, Scalar, available_cpus
+from armature.components.contracts.machine import Machine, Scalar
 from armature.components.families.family import FAMILIES
 from armature.components.inference.client import MODEL_NAME
 from armature.components.inference.settings import ServerSettings
@@ -454,17 +454,11 @@ def server_environment(
         "NCCL_SOCKET_IFNAME": f"={loopback()}",
     }
     if not gpus:
-        # Use half of the cores: the HTTP front end, the environments and the trainer need the others. With a tiny model
-        # on two cores, one thread has ten times the throughput of two, which wait for each other.
-        bundle = machine.server_bundle
-        threads = machine.threads or (
-            bundle.num_cpus if bundle else max(1, available_cpus() // (2 * machine.servers.count))
-        )
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Do not pin threads: they would share a core with the trainer's threads while another core is idle.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(machine.server_threads),
             # vLLM compiles a few functions of its sampler even in eager mode. That adds 12 s to the first request with
             # a C++ compiler, or 3 s with a warm cache, and changes neither bits nor speed.
             "TORCH_COMPILE_DISABLE": "1",

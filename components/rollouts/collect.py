@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from armature.components.artifacts.disk import raising_disk_full
 from armature.components.artifacts.images import ImageStore
@@ -64,6 +64,7 @@ async def collect(
     first_group: int = 0,
     name: str = "rollouts",
     room: asyncio.Semaphore | None = None,
+    only: Collection[RolloutId] | None = None,
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
@@ -73,6 +74,7 @@ async def collect(
     Args:
         name: label of the progress bar and of messages.
         room: limits the episodes in flight; None: `machine.limits.max_concurrent` of this call.
+        only: play only these of the planned rollouts, with the same requests as if all were played; None: play all.
 
     Raises:
         ConfigurationError: this user may not open as many files as `machine.limits.max_concurrent` episodes need.
@@ -81,7 +83,8 @@ async def collect(
     """
     allow_episodes(machine.limits.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.limits.environment_timeout)
-    finished = CollectionProgress(name, len(tasks) * group_size, events)
+    planned = len(tasks) * group_size if only is None else len(only)
+    finished = CollectionProgress(name, planned, events)
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
         try:
@@ -93,9 +96,9 @@ async def collect(
 
     room = room or asyncio.Semaphore(machine.limits.max_concurrent)
     with raising_disk_full(images.root):
-        outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
+        outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group, only=only)
     if outputs.failures:
-        events.message(failures_said(outputs.failures, len(tasks) * group_size, f"{name}, step {step}"))
+        events.message(failures_said(outputs.failures, planned, f"{name}, step {step}"))
     return outputs
 
 
@@ -107,6 +110,7 @@ async def play_groups(
     *,
     step: int,
     first_group: int = 0,
+    only: Collection[RolloutId] | None = None,
 ) -> GenerateOutputs:
     """Call `play` concurrently for every member of every group, and return the results in the order of `collect`.
 
@@ -120,9 +124,10 @@ async def play_groups(
     try:
         async with asyncio.TaskGroup() as episodes:
             running = [
-                episodes.create_task(one(task, RolloutId(step, group, member)))
+                episodes.create_task(one(task, place))
                 for group, task in enumerate(tasks, first_group)
-                for member in range(group_size)
+                for place in (RolloutId(step, group, member) for member in range(group_size))
+                if only is None or place in only
             ]
     except BaseExceptionGroup as errors:  # an error of the whole run, such as a full disk
         raise errors.exceptions[0] from None

@@ -230,6 +230,16 @@ class RolloutId:
     group: int
     member: int
 
+    @classmethod
+    def parse(cls, trajectory_id: str) -> RolloutId:
+        """Return the identity with this `trajectory_id`.
+
+        Raises:
+            ValueError: it is not the id of a trajectory.
+        """
+        step, group, member = map(int, trajectory_id.split("-"))
+        return cls(step, group, member)
+
     @property
     def group_id(self) -> str:
         """Id of the rollout's group, unique within the run."""
