@@ -140,3 +140,19 @@ def verify(
         seed=seed,
         allowed=allow or (),
     )
+
+
+@app.command(epilog="Examples: armature reproduce; armature reproduce colors; armature reproduce colors/after charts")
+def reproduce(
+    names: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[NAME]...", help="Numbers, or groups of them. Default: list them."),
+    ] = None,
+) -> None:
+    """Measure numbers of the documentation again, and compare.
+
+    Without a name, the numbers are listed, with their commands and hardware. It needs a checkout.
+    """
+    from armature.reproduce import reproduce as measure_again
+
+    measure_again(names or [])
