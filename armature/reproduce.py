@@ -23,7 +23,7 @@ from armature.components.machine.process import Scratch
 TABLE = "docs/numbers.toml"
 
 
-class Number(BaseModel):
+class QuotedNumber(BaseModel):
     """A measured number that a page of the documentation quotes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Number(BaseModel):
     commit: str = ""
 
 
-def read_numbers() -> dict[str, Number]:
+def read_numbers() -> dict[str, QuotedNumber]:
     """Return the numbers of the documentation by name.
 
     Raises:
@@ -65,11 +65,12 @@ def read_numbers() -> dict[str, Number]:
             remedy="clone the repository, and run the command there",
         )
     return {
-        name: Number.model_validate(values) for name, values in tomllib.loads((CHECKOUT / TABLE).read_text()).items()
+        name: QuotedNumber.model_validate(values)
+        for name, values in tomllib.loads((CHECKOUT / TABLE).read_text()).items()
     }
 
 
-def selected(names: Sequence[str], numbers: dict[str, Number]) -> dict[str, Number]:
+def selected(names: Sequence[str], numbers: dict[str, QuotedNumber]) -> dict[str, QuotedNumber]:
     """Return the numbers with these names, and for a name without its last part all numbers below it.
 
     Raises:
@@ -87,7 +88,7 @@ def selected(names: Sequence[str], numbers: dict[str, Number]) -> dict[str, Numb
     return chosen
 
 
-def listed(numbers: dict[str, Number]) -> Iterator[str]:
+def listed(numbers: dict[str, QuotedNumber]) -> Iterator[str]:
     """Yield a line for each number."""
     width = max(map(len, numbers))
     for name, number in numbers.items():
@@ -125,7 +126,7 @@ def reproduce(names: Sequence[str]) -> None:
         raise ArmatureError(f"outside of the interval: {', '.join(outside)}", code="number_not_reproduced", where=TABLE)
 
 
-def read_value(number: Number, output: str) -> float:
+def read_value(number: QuotedNumber, output: str) -> float:
     """Return the value in the last place of a command's output that the number's expression matches.
 
     Raises:
@@ -142,7 +143,7 @@ def read_value(number: Number, output: str) -> float:
     return float(matches[-1])
 
 
-def _output(number: Number) -> str:
+def _output(number: QuotedNumber) -> str:
     """Run a number's command in an empty folder, show its output, and return it."""
     assert CHECKOUT is not None
     with Scratch() as folder:

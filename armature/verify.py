@@ -29,8 +29,7 @@ from armature.components.environments.generated import GeneratedEnvironment
 from armature.components.environments.make import evaluated_sources
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.bundle import (
-    Bundle,
-    Contradiction,
+    EvaluationBundle,
     contradictions,
     episode_claims,
     make_bundle,
@@ -160,18 +159,29 @@ def verify_bundle(
         environment = EnvironmentSettings.model_validate(bundle.claims.environment)
         problems = contradictions(bundle, settings.evaluation)
     if max(environment.train_tasks or 0, environment.heldout_tasks or 0) > MAX_TASKS:
-        raise DataError(f"the bundle has more than {MAX_TASKS} tasks", code="too_many_tasks", where=str(path))
+        raise DataError(
+            f"the bundle has more than {MAX_TASKS} tasks", code="bundle_has_too_many_tasks", where=str(path)
+        )
     plan = settings.evaluation
     checkpoint = _policy(bundle, policy, machine)
     tasks = run_stage("tasks", environment, {}, machine)
     planned = planned_tasks(plan, tasks.path)
     same_environment = evaluated_sources(environment) == bundle.claims.sources
-    _refute([*problems, *plan_contradictions(bundle, planned, plan.samples_per_task)], path, same_environment)
+    if problems := [*problems, *plan_contradictions(bundle, planned, plan.samples_per_task)]:
+        raise DataError(
+            f"the bundle cannot be true: {'; '.join(problems)}",
+            code="bundle_contradicts_itself",
+            where=str(path),
+            remedy=""
+            if same_environment
+            else "the environment's code or data here differ: install the bundle's version",
+        )
     accuracy = bundle.claims.metrics["accuracy"]
     print(f"{path}: {len(bundle.episodes)} episodes of {environment.name}, accuracy {accuracy:.3f}")
     print("the rows agree with the summary, the seeds, the tasks made here and the sample of rollouts")
 
-    exact = same_environment and promises_bits(bundle.claims.versions, here)
+    generated = not list(named_code(bundle.claims.environment))
+    exact = generated and same_environment and promises_bits(bundle.claims.versions, here)
     finished = sum(each.result.failure is None for each in bundle.episodes)
     differing = 1 if exact else differences_needed(confidence)
     number = episodes or episodes_needed(finished, share, confidence, differing)
@@ -210,17 +220,17 @@ def named_code(values: Any) -> Iterator[str]:
             yield from named_code(value)
 
 
-def _refuse_code(bundle: Bundle, allowed: Collection[str]) -> None:
+def _refuse_code(bundle: EvaluationBundle, allowed: Collection[str]) -> None:
     if missing := sorted({*named_code(bundle.claims.environment)} - {*allowed}):
         raise ConfigurationError(
-            f"the bundle names code to run: {', '.join(missing):.400}",
+            f"the bundle names code to run: {', '.join(map(ascii, missing)):.400}",
             code="bundle_names_code",
             where=f"environment = {json.dumps(bundle.claims.environment):.2000}",
-            remedy="if you trust that, name it: " + " ".join(f"--allow {name}" for name in missing),
+            remedy="if you trust that, name it: " + " ".join(f"--allow {name!a}" for name in missing),
         )
 
 
-def _policy(bundle: Bundle, name: str | None, machine: Machine) -> Path:
+def _policy(bundle: EvaluationBundle, name: str | None, machine: Machine) -> Path:
     """Return the checkpoint folder of the policy, whose digest is the one in the bundle."""
     store = open_store(machine)
     if name is None or not (is_folder(name) or "/" in name):
@@ -236,21 +246,6 @@ def _policy(bundle: Bundle, name: str | None, machine: Machine) -> Path:
             remedy="ask for the policy with that SHA-256, and name it with --policy",
         )
     return checkpoint
-
-
-def _refute(problems: Sequence[Contradiction], path: Path, same_environment: bool) -> None:
-    """Raise DataError if there are problems."""
-    if not problems:
-        return
-    shown = "; ".join(f"{each.code}: {each.detail}" for each in problems)
-    if not same_environment and all(each.code in ("data", "rows") for each in problems):
-        raise DataError(
-            f"the environment's code or data here are not those of the bundle, and give other tasks: {shown}",
-            code="bundle_environment_differs",
-            where=str(path),
-            remedy="install the version that the bundle names, and put its data there",
-        )
-    raise DataError(f"the bundle contradicts itself: {shown}", code="bundle_contradicts_itself", where=str(path))
 
 
 def _report(
@@ -272,22 +267,17 @@ def _report(
         print(f"not replayed: {', '.join(f'{count} {reason}' for reason, count in sorted(failed.items()))}")
     if not compared:
         raise DataError("no episode could be replayed", code="nothing_replayed", where=str(path))
-    if exact and different:
-        raise DataError(
-            f"{different} of {compared} replayed episodes differ, although versions and processor are the same",
-            code="bundle_refuted",
-            where=f"{path}: {', '.join(agreement.different[:5])}",
-        )
     counts = f"{agreement.only_claimed} solved in the bundle alone, {agreement.only_replayed} in the replay alone"
-    if not exact and agreement.p <= 1 - confidence:
+    reason = "bits are promised" if exact else f"{counts}, p = {agreement.p:.2g}"
+    if different if exact else agreement.p <= 1 - confidence:
         raise DataError(
-            f"not consistent with the claim: of {compared} episodes {counts}, p = {agreement.p:.2g}",
+            f"{different} of {compared} replayed episodes differ, and the claim is refuted: {reason}",
             code="bundle_refuted",
             where=f"{path}: {', '.join(agreement.different[:5])}",
         )
     print(f"equal bit for bit: {compared - different} of {compared}")
     if not exact:
-        print(f"consistent with the claim: {counts}, p = {agreement.p:.2g} (equal bits are not promised here)")
+        print(f"consistent with the claim: {reason} (equal bits are not promised here)")
     falsified = ceil(Fraction(str(share)) * finished)
     power = detection_probability(finished, falsified, compared, 1 if exact else differences_needed(confidence))
     print(f"if {falsified} of the {finished} rows were false, it would be found with probability {float(power):.4f}")

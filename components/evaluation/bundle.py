@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import isclose
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -92,19 +92,12 @@ class EpisodeClaim:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class EvaluationBundle:
     """The content of a bundle: the claims about the evaluation and about each episode, and a sample of rollouts."""
 
     claims: Claims
     episodes: tuple[EpisodeClaim, ...]
     rollouts: tuple[Mapping[str, Any], ...]
-
-
-class Contradiction(NamedTuple):
-    """Two parts of a bundle that cannot both be true. `code` names the claim: rows, rate, seeds, sample or versions."""
-
-    code: str
-    detail: str
 
 
 def episode_claims(outputs: GenerateOutputs, tasks: Sequence[Task], plan: EvaluationSettings) -> list[EpisodeClaim]:
@@ -133,7 +126,9 @@ def tasks_digest(tasks: Sequence[Task], split: Split) -> str:
     return document_digest([[task.task_id, task.payload] for task in tasks if task.split == split])
 
 
-def make_bundle(evaluation: Artifact, tasks: Artifact, policy: Artifact, versions: Mapping[str, str]) -> Bundle:
+def make_bundle(
+    evaluation: Artifact, tasks: Artifact, policy: Artifact, versions: Mapping[str, str]
+) -> EvaluationBundle:
     """Return the bundle of a finished evaluation, from its artifact and the artifacts that it was made from.
 
     Raises:
@@ -154,7 +149,7 @@ def make_bundle(evaluation: Artifact, tasks: Artifact, policy: Artifact, version
         metrics=json.loads((evaluation.path / METRICS_FILE).read_bytes()),
     )
     sampled = outputs.trajectories[:: -(-len(outputs.trajectories) // SAMPLED_ROLLOUTS)]
-    return Bundle(claims, tuple(episode_claims(outputs, planned, plan)), tuple(map(_rollout, sampled)))
+    return EvaluationBundle(claims, tuple(episode_claims(outputs, planned, plan)), tuple(map(_rollout, sampled)))
 
 
 def _rollout(trajectory: Trajectory) -> dict[str, Any]:
@@ -172,7 +167,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, Any]:
     return {"trajectory_id": trajectory.trajectory_id, "task_id": trajectory.task_id, "turns": turns}
 
 
-def write_bundle(bundle: Bundle, target: Path, images: ImageStore) -> None:
+def write_bundle(bundle: EvaluationBundle, target: Path, images: ImageStore) -> None:
     """Write a bundle to the .zip file `target`. Equal bundles give equal bytes."""
     refs = {ImageRef(**ref) for rollout in bundle.rollouts for turn in rollout["turns"] for ref in turn["images"]}
     files = {
@@ -186,7 +181,7 @@ def write_bundle(bundle: Bundle, target: Path, images: ImageStore) -> None:
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
-def read_bundle(path: Path) -> Bundle:
+def read_bundle(path: Path) -> EvaluationBundle:
     """Read a bundle that a stranger may have made. Only the three tables are read, and nothing is unpacked.
 
     Raises:
@@ -202,7 +197,9 @@ def read_bundle(path: Path) -> Bundle:
         episodes = TypeAdapter(list[EpisodeClaim]).validate_python(lines)
         for each in episodes:
             RolloutId.parse(each.result.trajectory_id)
-        return Bundle(claims, tuple(episodes), tuple(TypeAdapter(list[dict[str, Any]]).validate_python(rollouts)))
+        return EvaluationBundle(
+            claims, tuple(episodes), tuple(TypeAdapter(list[dict[str, Any]]).validate_python(rollouts))
+        )
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -223,44 +220,46 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-def contradictions(bundle: Bundle, plan: EvaluationSettings) -> list[Contradiction]:
-    """Return the contradictions within a bundle, which are found without a replay."""
+def contradictions(bundle: EvaluationBundle, plan: EvaluationSettings) -> list[str]:
+    """Return sentences about parts of a bundle that cannot all be true. No replay is needed to find them."""
     claims, rows = bundle.claims, {each.result.trajectory_id: each for each in bundle.episodes}
     problems = []
     if len(rows) < len(bundle.episodes):
-        problems.append(Contradiction("rows", f"{len(bundle.episodes) - len(rows)} episodes are listed twice"))
+        problems.append(f"{len(bundle.episodes) - len(rows)} episodes are listed twice")
     results = [each.result for each in bundle.episodes]
     if wrong := [each.trajectory_id for each in results if each.solved != _earns(each, plan.success_reward)]:
-        problems.append(Contradiction("rows", f"{len(wrong)} rows are not solved as their reward says: {wrong[0]:.40}"))
+        problems.append(f"{len(wrong)} rows are not solved as their reward says, such as {wrong[0]!a:.40}")
     numbers = json.loads(json.dumps(metrics(results, plan.splits)))
     if wrong := [key for key in numbers | claims.metrics if not _close(numbers.get(key), claims.metrics.get(key))]:
-        shown = f"{wrong[0]:.40} is {claims.metrics.get(wrong[0])!r:.40}, by the rows {numbers.get(wrong[0])!r:.40}"
-        problems.append(Contradiction("rate", f"the summary differs from the rows: {shown}"))
-    places = {name: RolloutId.parse(name) for name in rows}
-    if wrong := [name for name, each in rows.items() if each.seed != places[name].request_seed(plan.seed, 0)]:
-        problems.append(Contradiction("seeds", f"{len(wrong)} rows have other seeds than the plan: {wrong[0]:.40}"))
+        pair = claims.metrics.get(wrong[0]), numbers.get(wrong[0])
+        problems.append(f"{wrong[0]!a:.40} of the summary is {pair[0]!a:.40}, by the rows {pair[1]!a:.40}")
+    seeds = {name: RolloutId.parse(name).request_seed(plan.seed, 0) for name in rows}
+    if wrong := [name for name, each in rows.items() if each.seed != seeds[name]]:
+        problems.append(f"{len(wrong)} rows have other seeds than the settings give, such as {wrong[0]!a:.40}")
     for rollout in bundle.rollouts:
         name = str(rollout.get("trajectory_id"))
         if name not in rows or _sampled(rollout) != (rows[name].tokens, rows[name].result.reward):
-            problems.append(Contradiction("sample", f"the rollout {name:.40} differs from its row"))
+            problems.append(f"the rollout {name!a:.40} differs from its row")
+            break
     made = claims.versions.get("armature", claims.armature)
     if made != claims.armature:
-        problems.append(Contradiction("versions", f"made with armature {claims.armature:.40}, and with {made:.40}"))
+        problems.append(f"it was made with armature {claims.armature!a:.40}, and with {made!a:.40}")
     return problems
 
 
-def plan_contradictions(bundle: Bundle, tasks: Sequence[Task], samples_per_task: int) -> list[Contradiction]:
+def plan_contradictions(bundle: EvaluationBundle, tasks: Sequence[Task], samples_per_task: int) -> list[str]:
     """Return how the rows of a bundle differ from the episodes that its settings plan. `tasks` are made here."""
-    problems = []
-    for split, digest in bundle.claims.tasks.items():
-        if tasks_digest(tasks, split) != digest:
-            problems.append(Contradiction("data", f"the tasks of {split}, made here, are others"))
+    splits = bundle.claims.tasks.items()
+    problems = [
+        f"the tasks of {each}, made here, are others" for each, digest in splits if tasks_digest(tasks, each) != digest
+    ]
+    if len(bundle.episodes) != len(tasks) * samples_per_task:
+        return [*problems, f"{len(bundle.episodes)} episodes are listed, {len(tasks) * samples_per_task} are planned"]
     places = [RolloutId(0, group, member) for group in range(len(tasks)) for member in range(samples_per_task)]
     planned = {place.trajectory_id: tasks[place.group].task_id for place in places}
     rows = {each.result.trajectory_id: each.result.task_id for each in bundle.episodes}
     if rows != planned:
-        number = sum(rows.get(name) != planned.get(name) for name in rows | planned)
-        problems.append(Contradiction("rows", f"{number} rows are missing, not planned, or of another task"))
+        problems.append(f"{sum(rows.get(name) != task for name, task in planned.items())} rows are not as planned")
     return problems
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from armature.verify import named_code
+from armature.verify import bundle_evaluation, named_code
 from tests.builders import make_machine
 from tests.evaluation.bundles import EPISODES, ScriptedPool, evaluate, rewritten, write_policy
 
@@ -19,14 +20,23 @@ def scripted(monkeypatch):
     monkeypatch.setattr("armature.components.inference.pool.ServerPool", ScriptedPool)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with the bundle of an honest evaluation, and a store with its policy and a stronger one."""
+    folder = tmp_path_factory.mktemp("made")
+    machine = make_machine(store=folder / "store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("armature.components.inference.pool.ServerPool", ScriptedPool)
+        evaluation = evaluate(machine, write_policy(folder / "store", "weak", 0.3))
+        write_policy(folder / "store", "strong", 1.0)
+        bundle_evaluation(evaluation.digest[:12], folder / "honest.zip", machine)
+    return folder
+
+
 @pytest.fixture
-def bundle(tmp_path, armature) -> Path:
-    """The bundle of an honest evaluation. The policies are in `store`."""
-    machine = make_machine(store=tmp_path / "store")
-    made = evaluate(machine, write_policy(tmp_path / "store", "weak", 0.3))
-    write_policy(tmp_path / "store", "strong", 1.0)
-    done = armature("bundle", made.digest[:12], "--out", "honest.zip", "--store", "store")
-    assert done.code == 0, done.stderr
+def bundle(tmp_path, made) -> Path:
+    """A copy of the bundle in the folder in which the command runs, which also has the store."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "honest.zip"
 
 
@@ -147,7 +157,7 @@ def test_code_is_run_only_if_it_is_named(bundle, armature, kind):
         path = rewritten(bundle, lambda claims: claims.update(environment=environment))
         done = armature("verify", path.name, "--store", "store", "--allow", "other")
         assert done.code == 2 and "code: bundle_names_code" in done.stderr, done.stderr
-        assert all(f"--allow {name}" in done.stderr for name in names)
+        assert all(f"--allow {name!a}" in done.stderr for name in names)
 
 
 def hostile(path: Path, kind: str) -> Path:
@@ -191,7 +201,7 @@ def hostile(path: Path, kind: str) -> Path:
         ("nested", "foreign_file_unreadable"),
         ("settings", "foreign_file_unreadable"),
         ("huge number", "foreign_file_unreadable"),
-        ("many tasks", "too_many_tasks"),
+        ("many tasks", "bundle_has_too_many_tasks"),
     ],
 )
 def test_hostile_bundles_are_errors(bundle, armature, monkeypatch, kind, code):

@@ -10,7 +10,7 @@ import pytest
 
 from armature import reproduce as module
 from armature.components.configuration import load_recipe
-from armature.reproduce import TABLE, Number, read_numbers, read_value, selected
+from armature.reproduce import TABLE, QuotedNumber, read_numbers, read_value, selected
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +54,9 @@ def test_command_is_valid_and_its_output_is_read(name):
         read_value(number, "no such line")
 
 
-def numbers(**changes: object) -> dict[str, Number]:
+def numbers(**changes: object) -> dict[str, QuotedNumber]:
     values = NUMBERS["colors/after"].model_dump() | {"reads": r"^is ([\d.]+)", "command": "echo is 0.96; echo x"}
-    number = Number.model_validate(values | changes)
+    number = QuotedNumber.model_validate(values | changes)
     return {"a/one": number, "a/two": number, "b": number}
 
 
