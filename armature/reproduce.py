@@ -64,10 +64,8 @@ def read_numbers() -> dict[str, QuotedNumber]:
             where=TABLE,
             remedy="clone the repository, and run the command there",
         )
-    return {
-        name: QuotedNumber.model_validate(values)
-        for name, values in tomllib.loads((CHECKOUT / TABLE).read_text()).items()
-    }
+    table = tomllib.loads((CHECKOUT / TABLE).read_text())
+    return {name: QuotedNumber.model_validate(values) for name, values in table.items()}
 
 
 def selected(names: Sequence[str], numbers: dict[str, QuotedNumber]) -> dict[str, QuotedNumber]:
@@ -130,7 +128,7 @@ def read_value(number: QuotedNumber, output: str) -> float:
     """Return the value in the last place of a command's output that the number's expression matches.
 
     Raises:
-        ArmatureError: there is none.
+        ArmatureError: the output has no such place.
     """
     matches = re.findall(number.reads, output, re.MULTILINE)
     if not matches:

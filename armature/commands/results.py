@@ -63,7 +63,7 @@ def view(
     serve(store, port, ready)
 
 
-@app.command(epilog="Example: armature bundle .armature/store/evaluate/01b1698311d9532e1255 --out colors.zip")
+@app.command(epilog="Example: armature bundle 01b1698311d9 --out colors.zip")
 def bundle(
     evaluation: Annotated[
         str, typer.Argument(help="The artifact of a finished evaluation: its folder, or its digest or the beginning.")

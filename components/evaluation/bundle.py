@@ -193,7 +193,8 @@ def read_bundle(path: Path) -> EvaluationBundle:
     ):
         claims = Claims.model_validate(read_finite(_member(archive, CLAIMS_FILE)))
         lines = [read_finite(line) for line in _member(archive, EPISODES_FILE).splitlines()]
-        rollouts = [read_finite(line) for line in _member(archive, ROLLOUTS_FILE).splitlines()]
+        sampled = [read_finite(line) for line in _member(archive, ROLLOUTS_FILE).splitlines()]
+        rollouts = TypeAdapter(list[dict[str, Any]]).validate_python(sampled)
         episodes = TypeAdapter(list[EpisodeClaim]).validate_python(lines)
         for each in episodes:
             RolloutId.parse(each.result.trajectory_id)

@@ -20,7 +20,7 @@ COMMIT = "commit"
 def versions(machine: Machine) -> dict[str, str]:
     """Return what the bits of answers depend on besides settings and weights, each as text by name.
 
-    `device` is "cpu", "gpu", or "elsewhere" for joined servers and those of a cluster, whose packages are not known.
+    `device` is "cpu", "gpu", or "elsewhere" for joined servers and servers of a cluster, whose packages are not known.
     `threads` is the number of CPU threads of each server.
 
     Example:

@@ -1,4 +1,4 @@
-"""How many episodes find a lie: formulas against enumeration, and replays of honest and of false claims."""
+"""The number of episodes that finds a lie: formulas against enumeration, and replays of honest and false claims."""
 
 from __future__ import annotations
 
