@@ -27,7 +27,7 @@ def model_source(name: str) -> str:
     """Return the folder or the hub name of a model's source, which may also be a GGUF file or a package with one.
 
     A folder beside the recipe takes precedence. A GGUF file becomes a checkpoint in the cache, the first time within a
-    minute. Its text logits equal the logits of the language model in fp32, and its vision tower (6 layers of width 384) is
+    minute. Its text logits equal the logits of the language model in fp32. Its vision tower (6 layers of width 384) is
     random: train it before it is shown images.
 
     Raises:
