@@ -33,8 +33,8 @@ from armature.components.models.settings import ModelSettings
 from armature.components.models.source import locate
 from armature.components.rl.evaluations import BEST, HeldoutSet
 from armature.components.rl.run import RLRun, RunParts
-from armature.components.rl.settings import TEACHER, LoopSettings, TrainVLMSettings
-from armature.components.rl.teacher import refuse_other_tokens
+from armature.components.rl.settings import LoopSettings, TrainVLMSettings, teacher_input
+from armature.components.rl.teacher import refuse_other_tokens, teachers_of
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
@@ -62,7 +62,7 @@ def open_run(
     """
     weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
     teacher = settings.teacher
-    teacher_path = Path() if teacher is None else located_teacher(teacher, inputs)
+    teacher_paths = located_teachers(teacher, inputs)
     policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
@@ -70,7 +70,7 @@ def open_run(
         temperature=settings.rollouts.sampling.temperature,
         images=context.images,
         teacher=teacher,
-        teacher_path=teacher_path,
+        teacher_paths=teacher_paths,
     )
     adapter = get_adapter(
         weights,
@@ -78,9 +78,11 @@ def open_run(
         ImageStore(context.images).open,
         settings.batches.max_sequence_tokens,
     )
-    if teacher is not None:
-        refuse_other_tokens(adapter.collator, get_collator(teacher_path, load_processor(teacher_path, teacher.model)))
-        context.events.message(f"teacher: {teacher_path}; it has the same tokenizer and image processor as the model")
+    tasks = load_tasks(inputs["tasks"].path, "train")
+    for kind, path in teacher_paths.items():
+        assert teacher is not None
+        refuse_other_tokens(adapter.collator, get_collator(path, load_processor(path, teacher.models[kind].model)))
+        context.events.message(f"teacher {kind or 'of all tasks'}: {path}; same tokenizer and image processor")
     servers = ServerPool(
         weights,
         settings.inference,
@@ -96,7 +98,8 @@ def open_run(
         environment = opened.enter_context(closing(_environment(settings.environment, context)))
         parts = RunParts(
             environment=environment,
-            tasks=load_tasks(inputs["tasks"].path, "train"),
+            tasks=tasks,
+            teachers=teachers_of(tasks, teacher) if teacher is not None else {},
             adapter=adapter,
             tokenizer=adapter.tokenizer,
             vocabulary=vocabulary(weights),
@@ -114,11 +117,14 @@ def open_run(
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
 
 
-def located_teacher(teacher: TeacherSettings, inputs: Mapping[str, Artifact]) -> Path:
-    """Return the folder of a teacher's weights."""
-    if teacher.recipe:
-        return locate(inputs[TEACHER].path)
-    return locate(model_source(teacher.source), teacher.revision)
+def located_teachers(teacher: TeacherSettings | None, inputs: Mapping[str, Artifact]) -> dict[str, Path]:
+    """Return the folders of the weights of all teachers, by the kind of task that they score."""
+    return {
+        kind: locate(inputs[teacher_input(kind)].path)
+        if model.recipe
+        else locate(model_source(model.source), model.revision)
+        for kind, model in (teacher.models.items() if teacher is not None else ())
+    }
 
 
 def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
@@ -260,8 +266,9 @@ def check(
     memory = estimate.over(processes.shards, processes.context_parallel)
     for line in memory.lines(available, where):
         context.events.message(line)
-    if (teacher := settings.teacher) is not None:
-        source = located_teacher(teacher, inputs)
+    for kind, source in located_teachers(settings.teacher, inputs).items():
+        assert settings.teacher is not None
+        teacher = settings.teacher.models[kind]
         scoring = estimate_memory(source, teacher.model, settings.trainer, settings.inference.dtype)
         size = scoring.parameters * (4 if processes.shards > 1 else BYTES[teacher.dtype]) / processes.shards
         context.events.message(f"teacher weights        {size / GIB:.2f} GiB on each rank, beside the trainer's")

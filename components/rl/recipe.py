@@ -17,7 +17,7 @@ from armature.components.evaluation.settings import (
     TrainEvaluationSettings,
 )
 from armature.components.machine.project import project_path
-from armature.components.rl.settings import TEACHER, PreflightSettings, TrainVLMSettings
+from armature.components.rl.settings import PreflightSettings, TrainVLMSettings, teacher_input
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings, WarmStartSettings
 
@@ -60,8 +60,9 @@ class TrainVlm(ModelSections):
 
         if self.model.tiny is None:
             check_source_name(model_source(self.model.source), self.model.revision)
-        if self.teacher is not None and self.teacher.source:
-            check_source_name(model_source(self.teacher.source), self.teacher.revision)
+        for teacher in self.teacher.models.values() if self.teacher is not None else ():
+            if teacher.source:
+                check_source_name(model_source(teacher.source), teacher.revision)
 
     def refuse_ahead(self) -> None:
         super().refuse_ahead()
@@ -79,22 +80,25 @@ class TrainVlm(ModelSections):
         """
         from armature.components.configuration import load_recipe
 
-        if self.teacher is None or not self.teacher.recipe:
-            return {}
-        name = self.teacher.recipe
-        sections = load_recipe(project_path(name) if name.endswith(SUFFIX) else name).values
-        if not isinstance(sections, TrainVlm) or sections.teacher is not None:
-            raise ConfigurationError(
-                f"{name} is not a recipe of train-vlm without a teacher",
-                code="teacher_recipe_not_usable",
-                where="teacher.recipe",
-                remedy="name a recipe that trains a model on rewards alone, or set teacher.source to a checkpoint",
-            )
-        sections = sections.model_copy(update={"machine": self.machine})
-        tasks, model = make("tasks", sections), make("model", sections)
-        for stage in ("train-vlm",) if sections.warm_start is None else ("warm-start", "train-vlm"):
-            model = make(stage, sections, tasks=tasks, model=model) if tasks and model else None
-        return {TEACHER: model} if model else {}
+        made: dict[str, Artifact] = {}
+        for kind, teacher in self.teacher.models.items() if self.teacher is not None else ():
+            if not (name := teacher.recipe):
+                continue
+            sections = load_recipe(project_path(name) if name.endswith(SUFFIX) else name).values
+            if not isinstance(sections, TrainVlm) or sections.teacher is not None:
+                raise ConfigurationError(
+                    f"{name} is not a recipe of train-vlm without a teacher",
+                    code="teacher_recipe_not_usable",
+                    where="teacher.recipe",
+                    remedy="name a recipe that trains a model on rewards alone, or set teacher.source to a checkpoint",
+                )
+            sections = sections.model_copy(update={"machine": self.machine})
+            tasks, model = make("tasks", sections), make("model", sections)
+            for stage in ("train-vlm",) if sections.warm_start is None else ("warm-start", "train-vlm"):
+                model = make(stage, sections, tasks=tasks, model=model) if tasks and model else None
+            if model:
+                made[teacher_input(kind)] = model
+        return made
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
         """Check, with tasks and model at hand, that memory suffices and that trainer and servers agree."""
@@ -132,15 +136,15 @@ class TrainVlm(ModelSections):
             open_store,
         )
         from armature.components.evaluation.results import planned_tasks
-        from armature.components.rl.stage import TRAIN_VLM_STAGE
+        from armature.components.rl.stage import TRAIN_VLM_STAGE, trained_teachers
 
         settings = TRAIN_VLM_STAGE.resolve(self.settings_for(TrainVLMSettings), inputs, say)
         teachers = self.made_teachers(
             lambda name, of, **made: find_made(name, of.settings_for(STAGES[name].settings), made, self.machine)
         )
-        if settings.teacher is not None and settings.teacher.recipe and not teachers:
-            say(f"teacher: not checked, because {settings.teacher.recipe} has not trained it yet")
-            settings = settings.model_copy(update={"teacher": None})
+        if missing := [name for name in trained_teachers(settings) if name not in teachers]:
+            say(f"{', '.join(missing)}: not checked, because no recipe has trained it yet")
+            settings, teachers = settings.model_copy(update={"teacher": None}), {}
         inputs = {**inputs, **teachers}
         planned_tasks(self.evaluation, inputs["tasks"].path)
         store, key = open_store(self.machine), f"check-{fingerprint(TRAIN_VLM_STAGE, settings, inputs)}"

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from armature.components.rl.evaluations import HeldoutEvaluations, HeldoutSet
 from armature.components.rl.loop import LoopPlan
 from armature.components.rl.metrics import no_signal, rollout_metrics
 from armature.components.rl.reporting import ShownStep
-from armature.components.rl.settings import LoopSettings
+from armature.components.rl.settings import LoopSettings, teacher_input
 from armature.components.rl.teacher import mixed
 from armature.components.rollouts.batches.ratios import ratios_file
 from armature.components.rollouts.batches.table import (
@@ -85,6 +85,8 @@ class RunParts:
     """Steps between new weights for the servers; 0: never."""
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
     """A function that may change rollouts, such as their rewards, before they are written."""
+    teachers: Mapping[str, str] = field(default_factory=dict)
+    """The kind of the teacher that scores the samples of each task, by task id; empty without a teacher."""
     heldout: HeldoutSet | None = None
     """Tasks that are played between steps. Servers need the weights of every such step, so `sync_every` must be 1."""
     workers: RolloutWorkers | None = None
@@ -97,6 +99,7 @@ class RLRun(TrainingRun):
     """A run whose rollouts are sampled by a pool of model servers; see `TrainingRun`."""
 
     ROLLOUTS, BATCHES, STAGE = "rollouts", "batches", "train-vlm"
+    SCORES = "teacher-scores"
     trainer: TrainerClient
 
     def __init__(
@@ -147,21 +150,41 @@ class RLRun(TrainingRun):
             return BuiltBatch([], Counter(batch_skipped=len(outputs.trajectories)), {"batch/skipped": 1.0}), {}
         chosen = choose_groups(outputs, self.settings.rollouts)
         built = build_batch(chosen.outputs, self.parts.adapter, self.settings.batches, self.parts.vocabulary)
-        metrics = merged(batch=built.metrics, rounds=chosen.metrics)
+        metrics, inputs = merged(batch=built.metrics, rounds=chosen.metrics), {}
         if self.settings.teacher is not None and built.samples:
-            taught, teacher_metrics = mixed(self._taught(step, built), self.settings.teacher)
+            scores = self._taught(step, built, outputs, rollouts.digest)
+            inputs = {"teacher-scores": scores.digest}
+            taught, teacher_metrics = mixed(read_batch(scores.path), self.settings.teacher)
             valid = [sample for sample in taught if sample_defect(sample, self.parts.vocabulary) is None]
             drops = built.drops + Counter(teacher_failed=len(taught) - len(valid))
             built, metrics = replace(built, samples=valid, drops=drops), metrics | teacher_metrics
-        return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), metrics), {}
+        return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), metrics), inputs
 
-    def _taught(self, step: int, built: BuiltBatch[Sample]) -> list[Sample]:
-        """Return the samples of a batch with the teacher's scores."""
-        folder = self.context.workspace / "teacher"
-        shutil.rmtree(folder, ignore_errors=True)
-        asked = built.write(folder / "samples")
-        self._of_trainer(step - 1, lambda: self.trainer.teach(asked, folder))
-        return read_batch(folder)
+    def _taught(self, step: int, built: BuiltBatch[Sample], outputs: GenerateOutputs, digest: str) -> Artifact:
+        """Return the samples of a batch with the scores of their teachers, from the store or from the trainer.
+
+        The artifact is made before the batch, so a run that is killed between the two does not score again. `digest` is
+        of the rollouts.
+        """
+        if made := self.store.find(self.SCORES, self._key(step)):
+            return made
+        tasks = {each.trajectory_id: each.task_id for each in outputs.trajectories}
+        rows: dict[str, list[int]] = {}
+        for row, sample in enumerate(built.samples):
+            rows.setdefault(self.parts.teachers[tasks[sample.trajectory_id]], []).append(row)
+        folder, taught = self.context.workspace / "teacher", list(built.samples)
+        for kind, chosen in rows.items():
+            shutil.rmtree(folder, ignore_errors=True)
+            asked = replace(built, samples=[built.samples[row] for row in chosen]).write(folder / "samples")
+            self._of_trainer(step - 1, partial(self.trainer.teach, asked, folder, kind))
+            for row, sample in zip(chosen, read_batch(folder), strict=True):
+                taught[row] = sample
+        counts, inputs = {teacher_input(kind): len(chosen) for kind, chosen in rows.items()}, {"rollouts": digest}
+        made = self._write(
+            self.SCORES, step, partial(write_batch, samples=taught), rows=counts, drops={}, inputs=inputs
+        )
+        shutil.rmtree(folder)
+        return made
 
     def _write_samples(self, folder: Path, samples: Sequence[Sample]) -> None:
         write_batch(folder, samples)

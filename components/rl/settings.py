@@ -14,8 +14,14 @@ from armature.components.models.settings import ModelSettings
 from armature.components.rollouts.settings import BatchSettings, RolloutSettings
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
-TEACHER = "teacher"
-"""Name of the input of train-vlm with a teacher that another recipe has trained."""
+
+def teacher_input(kind: str) -> str:
+    """Return the name of the input of train-vlm with a teacher of tasks of this kind that another recipe trains.
+
+    >>> teacher_input(""), teacher_input("charts")
+    ('teacher', 'teacher-charts')
+    """
+    return f"teacher-{kind}" if kind else "teacher"
 
 
 class PreflightSettings(Settings):
@@ -56,6 +62,18 @@ class TrainVLMSettings(Settings):
     preflight: PreflightSettings
     evaluation: HeldoutSetSettings | None = None
     teacher: TeacherSettings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_teachers_by_kind(cls, values: Any) -> Any:
+        """Take the field that has a task's kind from the evaluation, unless the section `teacher` names it."""
+        teacher, evaluation = values.get("teacher"), values.get("evaluation")
+        if not isinstance(teacher, TeacherSettings) or not teacher.kinds or teacher.kind_field:
+            return values
+        field = evaluation.kind_field if isinstance(evaluation, TrainEvaluationSettings) else ""
+        if not field:
+            raise ValueError("teacher.kinds needs to know a task's kind: set teacher.kind_field")
+        return {**values, "teacher": teacher.model_copy(update={"kind_field": field})}
 
     @field_validator("evaluation", mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from armature.components.machine.hub import COMMIT
 from armature.components.machine.project import find_module
 from armature.components.models.source import folder_sources
 from armature.components.rl.agreement import FIRST_UPDATE
-from armature.components.rl.settings import TEACHER, TrainVLMSettings
+from armature.components.rl.settings import TrainVLMSettings, teacher_input
 from armature.components.vlm.settings import FunctionObjective
 
 
@@ -73,15 +73,15 @@ def played_as_listed(
 
 
 def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
-    """Return digests of the environment's code and data, of the code of a user's objective, and of a teacher's files.
+    """Return digests of the environment's code and data, of the code of a user's objective, and of teachers' files.
 
     Raises:
         ConfigurationError: some of the code or data is missing.
     """
     digests = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
-    if settings.teacher is not None and settings.teacher.source:
-        files = folder_sources(settings.teacher.source)
-        digests = {**digests, **{f"teacher/{name}": digest for name, digest in files.items()}}
+    for kind, teacher in settings.teacher.models.items() if settings.teacher is not None else ():
+        files = folder_sources(teacher.source) if teacher.source else {}
+        digests = {**digests, **{f"{teacher_input(kind)}/{name}": digest for name, digest in files.items()}}
     if isinstance(objective := settings.trainer.objective, FunctionObjective):
         module = objective.function.partition(":")[0]
         find_module(module)
@@ -90,8 +90,9 @@ def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mappi
 
 
 def trained_teachers(settings: TrainVLMSettings) -> tuple[str, ...]:
-    """Return the name of the input with the checkpoint of a teacher that another recipe trains, if there is one."""
-    return (TEACHER,) if settings.teacher is not None and settings.teacher.recipe else ()
+    """Return the names of the inputs with the checkpoints of teachers that other recipes train."""
+    models = settings.teacher.models if settings.teacher is not None else {}
+    return tuple(teacher_input(kind) for kind, teacher in models.items() if teacher.recipe)
 
 
 TRAIN_VLM_STAGE = Stage(

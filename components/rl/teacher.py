@@ -1,4 +1,5 @@
-"""A run's teacher: the proof that it reads tokens and images as the trained model does, and its part of a batch."""
+"""A run's teachers: the proof that they read tokens and images as the trained model does, the tasks of each, and
+their part of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch
 from PIL import Image
 
 from armature.components.contracts.batches import Sample
+from armature.components.contracts.episodes import Task
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.environments.make import task_kind
 from armature.components.models.adapters.collate import SampleCollator
 from armature.components.vlm.settings import SampledReverseKL, TeacherSettings
 
@@ -74,6 +77,32 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _short(ids: Any) -> str:
     return str(sorted(ids)[:8] if isinstance(ids, frozenset) else ids)
+
+
+def teachers_of(tasks: Sequence[Task], teacher: TeacherSettings) -> dict[str, str]:
+    """Return the key in `teacher.models` of the teacher of each task, by task id.
+
+    Raises:
+        ConfigurationError: a task has no teacher, or a teacher no task.
+    """
+    if not teacher.kinds:
+        return dict.fromkeys((task.task_id for task in tasks), "")
+    kinds = {task.task_id: task_kind(task, teacher.kind_field) for task in tasks}
+    if missing := sorted(set() if "" in teacher.models else set(kinds.values()) - teacher.kinds.keys()):
+        raise ConfigurationError(
+            f"tasks have no teacher whose {teacher.kind_field} is {', '.join(missing[:8])}",
+            code="teacher_missing",
+            where="teacher.kinds",
+            remedy="name one for each kind, or set teacher.source or teacher.recipe for all others",
+        )
+    if unused := sorted(teacher.kinds.keys() - set(kinds.values())):
+        raise ConfigurationError(
+            f"no training task is of the kind {unused[0]!r} by the field {teacher.kind_field!r}",
+            code="teacher_without_tasks",
+            where=f"teacher.kinds.{unused[0]}",
+            remedy=f"the kinds are {', '.join(sorted(set(kinds.values()))[:8])}",
+        )
+    return {task: kind if kind in teacher.kinds else "" for task, kind in kinds.items()}
 
 
 def mixed(samples: Sequence[Sample], teacher: TeacherSettings) -> tuple[list[Sample], dict[str, float]]:

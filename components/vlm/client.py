@@ -49,9 +49,9 @@ class TrainerPolicySettings(BaseModel):
     images: Path
     """Root folder of the image store."""
     teacher: TeacherSettings | None = None
-    """Settings of the teacher; None without a teacher."""
-    teacher_path: Path = Path()
-    """Folder of the teacher."""
+    """Settings of the teachers; None without a teacher."""
+    teacher_paths: dict[str, Path] = {}
+    """Folders of the teachers, by the kind of task that they score."""
 
     @property
     def seed(self) -> int:
@@ -78,10 +78,11 @@ class TrainerClient(ServiceClient):
         scores = self._ask("score", self.machine.limits.train_timeout, SCORES, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
-    def teach(self, batch: Path, into: Path) -> None:
-        """Write the batch with the teacher's scores to the folder `into`. Calling again writes it again."""
+    def teach(self, batch: Path, into: Path, kind: str = "") -> None:
+        """Write the batch with the scores of the teacher of a kind of task to the folder `into`. Calling again writes
+        it again."""
         folders = {"batch": str(batch.resolve()), "folder": str(into.resolve())}
-        self._ask("teach", self.machine.limits.train_timeout, ANYTHING, **folders)
+        self._ask("teach", self.machine.limits.train_timeout, ANYTHING, **folders, kind=kind)
 
     def evaluate(self, batch: Path) -> dict[str, float]:
         """Return the loss and the token accuracy of the batch; see `Learner.evaluate`."""

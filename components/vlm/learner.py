@@ -96,11 +96,11 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that scores samples, and the function that shards it, if the learner's model is sharded."""
+    """Models that score samples, by the kind of task. With each is the function that shards it, if the learner's model
+    is sharded."""
 
     settings: TeacherSettings
-    model: Any
-    shard: Callable[[Policy], None] | None = None
+    models: dict[str, tuple[Any, Callable[[Policy], None] | None]]
 
 
 class Learner(TrainingEngine[Any]):
@@ -166,13 +166,15 @@ class Learner(TrainingEngine[Any]):
             (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
         self.teacher = teacher
-        if teacher is not None:
+        self.teacher_policies: dict[str, Policy] = {}
+        for kind, (scoring, shards) in teacher.models.items() if teacher is not None else ():
             # Its head may have more rows, for ids that no token has. The policy cannot choose them.
-            rows = len(teacher.model.get_output_embeddings().weight)
+            rows = len(scoring.get_output_embeddings().weight)
             forbidden = (*forbidden_token_ids, *range(len(self.policy.forbidden), rows))
-            self.teacher_policy = make_policy(model=teacher.model.requires_grad_(False), forbidden_token_ids=forbidden)
-            (teacher.shard or partial(Policy.to, device=ranks.device))(self.teacher_policy)
-            check_head(self.teacher_policy)
+            scorer = make_policy(model=scoring.requires_grad_(False), forbidden_token_ids=forbidden)
+            (shards or partial(Policy.to, device=ranks.device))(scorer)
+            check_head(scorer)
+            self.teacher_policies[kind] = scorer
         self.policy.routers.collects = settings.load_balance_coefficient > 0
         if settings.load_balance_coefficient > 0 and not any(
             parameter.requires_grad for each in self.policy.routers.routers.values() for parameter in each.parameters()
@@ -297,12 +299,13 @@ class Learner(TrainingEngine[Any]):
             arrays.append(array)
         return arrays
 
-    def teach(self, samples: Sequence[Sample], load: Load) -> list[Sample]:
-        """Return the samples with the scores of the teacher, which there must be. Every rank calls it."""
+    def teach(self, samples: Sequence[Sample], load: Load, kind: str = "") -> list[Sample]:
+        """Return the samples with the scores of the teacher of this kind of task, which there must be. Every rank calls
+        it."""
         assert self.teacher is not None
         k = self.teacher.settings.likeliest
         plain = [replace(sample, experts=None) for sample in samples]  # a server's experts are the policy's
-        scored = self._forward_all(self.teacher_policy, plain, load, likeliest=k)
+        scored = self._forward_all(self.teacher_policies[kind], plain, load, likeliest=k)
         taught = []
         for row, sample in enumerate(samples):
             logprobs, _, *tops = (values.numpy() for values in scored[row])

@@ -200,8 +200,8 @@ class JSD(Settings):
 Divergence = ForwardKL | ReverseKL | JSD
 
 
-class TeacherSettings(Settings):
-    """A model whose distributions the trained model learns on its own samples (on-policy distillation)."""
+class TeacherModel(Settings):
+    """A model that scores the samples of the trained model."""
 
     source: str = ""
     """Folder of the teacher, or its hub name; an artifact of a training is a folder too. It must have the tokenizer and
@@ -212,10 +212,6 @@ class TeacherSettings(Settings):
     """Recipe of train-vlm that trains the teacher, in place of `source`. It is run first, unless it was run before."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the teacher's weights."""
-    loss: SampledReverseKL | Divergence = Field(SampledReverseKL(name="sampled"), discriminator="name")
-    """Distance between teacher and trained model."""
-    weight: float = Field(1.0, gt=0, le=1)
-    """Share of the teacher in the loss; the share of the rewards is 1 - weight."""
 
     @model_validator(mode="after")
     def _comes_from_one_place(self) -> Self:
@@ -224,14 +220,40 @@ class TeacherSettings(Settings):
         return self
 
     @property
-    def likeliest(self) -> int:
-        """Number of the teacher's likeliest tokens that the loss needs at each sampled token."""
-        return 0 if isinstance(self.loss, SampledReverseKL) else self.loss.likeliest
-
-    @property
     def model(self) -> ModelSettings:
         """The settings with which the teacher is loaded."""
         return ModelSettings(source=self.source or self.recipe, revision=self.revision, dtype=self.dtype)
+
+
+class TeacherSettings(TeacherModel):
+    """Models whose distributions the trained model learns on its own samples (on-policy distillation): one for all
+    tasks, or one for each kind of task."""
+
+    kinds: dict[str, TeacherModel] = Field(default_factory=dict)
+    """Teachers by the kind of task that they score, such as the name of a mixture's environment. `source` or `recipe`
+    is the teacher of all other tasks; without it each kind needs a teacher here."""
+    kind_field: str = ""
+    """Field of the tasks' payload that has their kind. Unset: evaluation.kind_field, "environment" for a mixture."""
+    loss: SampledReverseKL | Divergence = Field(SampledReverseKL(name="sampled"), discriminator="name")
+    """Distance between teacher and trained model."""
+    weight: float = Field(1.0, gt=0, le=1)
+    """Share of the teacher in the loss; the share of the rewards is 1 - weight."""
+
+    @model_validator(mode="after")
+    def _comes_from_one_place(self) -> Self:
+        if (self.source and self.recipe) or not self.models:
+            raise ValueError("a teacher has either a source or a recipe that trains it: set one of the two, or kinds")
+        return self
+
+    @property
+    def models(self) -> dict[str, TeacherModel]:
+        """The teachers by the kind of task that they score; "" stands for all other kinds."""
+        return ({"": self} if self.source or self.recipe else {}) | self.kinds
+
+    @property
+    def likeliest(self) -> int:
+        """Number of the teacher's likeliest tokens that the loss needs at each sampled token."""
+        return 0 if isinstance(self.loss, SampledReverseKL) else self.loss.likeliest
 
 
 class UpdateSettings(OptimizerSettings):

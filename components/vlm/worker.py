@@ -139,7 +139,7 @@ class TokenWorker(ServiceWorker):
                     return [one.tolist() for one in self.learner.score(prepared, self._load)]
             case "teach":
                 with self._load.batch():
-                    taught = self.learner.teach(prepared, self._load)
+                    taught = self.learner.teach(prepared, self._load, command["kind"])
                 if self.ranks.first:
                     write_batch(Path(command["folder"]), taught)
                 return None
@@ -219,10 +219,12 @@ class TrainerWorker(TokenWorker):
         publisher = Publisher(model, processor, settings.workspace / "processor")
         teacher = None
         if policy.teacher is not None:
-            source = policy.teacher_path, policy.teacher.model
-            taught = read_model(*source)[1] if sharded and ranks.first else None
-            scoring = load_model(*source, empty=sharded)
-            teacher = Teacher(policy.teacher, scoring, shard_of(scoring, taught, keep=False))
+            teacher = Teacher(policy.teacher, {})
+            for kind, path in policy.teacher_paths.items():
+                source = path, policy.teacher.models[kind].model
+                taught = read_model(*source)[1] if sharded and ranks.first else None
+                scoring = load_model(*source, empty=sharded)
+                teacher.models[kind] = scoring, shard_of(scoring, taught, keep=False)
         learner = Learner(
             model,
             policy.trainer,

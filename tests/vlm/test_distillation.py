@@ -10,8 +10,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from armature.components.configuration import load_recipe
+from armature.components.contracts.episodes import Task
 from armature.components.models.load import load_model
-from armature.components.rl.teacher import mixed, refuse_other_tokens
+from armature.components.rl.settings import TrainVLMSettings
+from armature.components.rl.teacher import mixed, refuse_other_tokens, teachers_of
 from armature.components.rollouts.batches.table import read_batch, sample_defect, write_batch
 from armature.components.vlm.distillation import divergence
 from armature.components.vlm.learner import Learner, Teacher
@@ -112,7 +115,9 @@ def with_teacher(tiny, teacher: Any = None, trainer: dict[str, Any] | None = Non
         trainer_settings(**(trainer or {})),
         temperature=0.7,
         forbidden_token_ids=sorted(tiny.collator.forbidden_token_ids),
-        teacher=Teacher(teacher_settings(**settings), teacher or load_model(tiny.folder, model_settings())),
+        teacher=Teacher(
+            teacher_settings(**settings), {"": (teacher or load_model(tiny.folder, model_settings()), None)}
+        ),
     )
 
 
@@ -233,6 +238,68 @@ def test_teacher_with_more_rows_scores_only_the_students_tokens(tiny):
     (sample,), (score,) = taught(with_teacher(tiny, teacher, loss=FORWARD), tiny, tiny.samples(1, seed=1))
     assert sample.teacher.ids.max() < rows
     np.testing.assert_allclose(sample.teacher.logprobs, score[sample.loss_mask], atol=1e-5)
+
+
+def test_each_kind_has_the_scores_of_its_own_teacher(tiny):
+    other = load_model(tiny.folder, model_settings())
+    head = other.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.from_numpy(np.random.default_rng(0).normal(size=len(head.weight))).float())
+    settings = teacher_settings(source="", kinds={"same": {"source": "a"}, "other": {"source": "b"}}, loss=FORWARD)
+    learner = Learner(
+        tiny.model(),
+        trainer_settings(),
+        temperature=0.7,
+        forbidden_token_ids=sorted(tiny.collator.forbidden_token_ids),
+        teacher=Teacher(settings, {"same": (load_model(tiny.folder, model_settings()), None), "other": (other, None)}),
+    )
+    samples, load = tiny.samples(3, seed=1), MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        scored = {kind: learner.teach(samples, load, kind) for kind in settings.kinds}
+        student = learner.score(samples, load)
+    (alone,), _ = taught(with_teacher(tiny, other, loss=FORWARD), tiny, samples[:1])
+    np.testing.assert_allclose(scored["other"][0].teacher.logprobs, alone.teacher.logprobs, atol=1e-5)
+    for one, two, score in zip(scored["same"], scored["other"], student, strict=True):
+        np.testing.assert_allclose(one.teacher.logprobs, score[one.loss_mask], atol=1e-5)
+        assert np.abs(one.teacher.logprobs - two.teacher.logprobs).max() > 0.1
+
+
+# --- The teacher of each kind of task ---
+
+TASKS = [Task(f"t{number}", "train", {"color": color}) for number, color in enumerate(["red", "blue", "red"])]
+
+
+def by_color(*kinds: str, **changes: Any) -> TeacherSettings:
+    named = {kind: {"source": kind} for kind in kinds}
+    return TeacherSettings.model_validate({"kinds": named, "kind_field": "color"} | changes)
+
+
+def test_tasks_have_the_teacher_of_their_kind_or_the_one_of_all_others():
+    assert teachers_of(TASKS, by_color("red", "blue")) == {"t0": "red", "t1": "blue", "t2": "red"}
+    assert teachers_of(TASKS, by_color("red", source="all")) == {"t0": "red", "t1": "", "t2": "red"}
+    assert teachers_of(TASKS, teacher_settings()) == {"t0": "", "t1": "", "t2": ""}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "shown"),
+    [
+        (by_color("red"), "teacher_missing", "blue"),
+        (by_color("red", "blue", "green"), "teacher_without_tasks", "teacher.kinds.green"),
+        (by_color("gren", source="all"), "teacher_without_tasks", "teacher.kinds.gren"),
+        (by_color("red", kind_field="hue"), "unknown_kind_field", "hue"),
+    ],
+)
+def test_rejects_tasks_without_teacher_and_teachers_without_tasks(settings, code, shown):
+    with refused(code, shown):
+        teachers_of(TASKS, settings)
+
+
+def test_kind_is_the_one_of_the_evaluation_unless_the_teacher_names_a_field():
+    chosen = ("teacher.recipe=", "teacher.kinds.red.source=a")
+    for more, field in (((), "color"), (("teacher.kind_field=hue",), "hue")):
+        settings = load_recipe("train-vlm/colors-distilled", [*chosen, *more]).settings_for(TrainVLMSettings)
+        assert settings.teacher.kind_field == field
+    with refused("value_error", "teacher.kind_field"):
+        load_recipe("train-vlm/colors-distilled", [*chosen, "evaluation.kind_field="])
 
 
 # --- The proof of the same tokens and images ---
