@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import pandas as pd
 import pytest
+import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -19,7 +21,8 @@ from armature.components.artifacts.manifest import read_manifest
 from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.machine.project import project
-from armature.components.models.source import locate
+from armature.components.models.load import load_model
+from armature.components.models.source import ADAPTER, locate
 from armature.components.rollouts.table import read_rollouts
 from tests.refusals import refused
 
@@ -216,3 +219,8 @@ def test_recipe_of_pairs_on_the_page_learns_by_adapters_alone(tmp_path, capsys):
     changed = {name for name in before if not before[name].equal(after[name])}
     assert before.keys() == after.keys() and changed
     assert all(re.search(r"\.(q|v)_proj\.", name) for name in changed)
+    whole = recipe.sections["model"].model_copy(update={"lora": None})
+    adapters = PeftModel.from_pretrained(load_model(model.path, whole), locate(trained.path) / ADAPTER)
+    merged = adapters.merge_and_unload().state_dict()
+    for name, weights in load_model(trained.path, whole).state_dict().items():
+        torch.testing.assert_close(merged[name], weights, rtol=0, atol=1e-6)
