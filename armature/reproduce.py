@@ -69,21 +69,21 @@ def read_numbers() -> dict[str, QuotedNumber]:
 
 
 def selected(names: Sequence[str], numbers: dict[str, QuotedNumber]) -> dict[str, QuotedNumber]:
-    """Return the numbers with these names, and for a name without its last part all numbers below it.
+    """Return the numbers with these names. For the name of a group, return the numbers in it that a command measures.
 
     Raises:
-        ConfigurationError: there is no such number, or no command measures it.
+        ConfigurationError: there is no such number or group, or no command measures it.
     """
-    chosen = {each: number for each, number in numbers.items() if any(f"{each}/".startswith(f"{n}/") for n in names)}
-    missing = [name for name in names if not any(f"{each}/".startswith(f"{name}/") for each in chosen)]
-    if missing or (without := [each for each, number in chosen.items() if not number.reads]):
-        raise ConfigurationError(
-            f"no number has this name: {missing[0]}" if missing else f"its command has no output to read: {without[0]}",
-            code="number_unknown" if missing else "number_not_read",
-            where=TABLE,
-            remedy="`armature reproduce` lists the names" if missing else "run it as the page says",
-        )
-    return chosen
+    measured = {each: number for each, number in numbers.items() if number.reads}
+    for name in names:
+        if not any(f"{each}/".startswith(f"{name}/") for each in measured):
+            raise ConfigurationError(
+                "no command measures a number of this name",
+                code="number_unknown",
+                where=f"{name} in {TABLE}",
+                remedy="`armature reproduce` lists the names, and the numbers that are measured by hand",
+            )
+    return {each: measured[each] for each in measured if any(f"{each}/".startswith(f"{name}/") for name in names)}
 
 
 def listed(numbers: dict[str, QuotedNumber]) -> Iterator[str]:
