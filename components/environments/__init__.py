@@ -18,6 +18,7 @@ ENVIRONMENTS = Registry(
         "coordinates": "armature.components.environments.coordinates:Coordinates",
         "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
         "dot": "armature.components.environments.dot:Dot",
+        "gymnasium": "armature.components.environments.gymnasium:GymnasiumEnvironment",
         "mixture": "armature.components.environments.mixture:MixtureEnvironment",
         "motion": "armature.components.environments.motion:Motion",
         "openenv": "armature.components.environments.openenv:OpenEnvEnvironment",

@@ -36,6 +36,18 @@ def charts() -> dict[str, Any]:
     return args_of({"source": f"{CHARTS.name}/rows.jsonl"}, kind="answer", split={"by": "column"})
 
 
+def path_over_ice(desc: list[str]) -> str:
+    """Return the moves of a shortest path over a lake, by breadth-first search."""
+    paths = {(0, 0): ""}
+    for row, column in (places := [(0, 0)]):
+        for move, down, right in (("left", 0, -1), ("down", 1, 0), ("right", 0, 1), ("up", -1, 0)):
+            there = row + down, column + right
+            if there not in paths and all(0 <= each < len(desc) for each in there) and desc[there[0]][there[1]] != "H":
+                paths[there] = f"{paths[row, column]}{move}, "
+                places.append(there)
+    return paths[len(desc) - 1, len(desc) - 1]
+
+
 @dataclass(frozen=True)
 class Example:
     """Arguments of an environment. The answers `wins(task, turn)` earn the full reward `best`; `loses` earns 0.
@@ -59,6 +71,25 @@ EXAMPLES = {
         {"image_size": 64, "dot": [10, 20]},
         lambda task, turn: f" {task.payload['color'].title()}.\n",
         "an image",
+        1.0,
+    ),
+    "gymnasium": Example(
+        {
+            "id": "FrozenLake-v1",
+            "make": {
+                "is_slippery": False,
+                "desc": {
+                    "call": "gymnasium.envs.toy_text.frozen_lake:generate_random_map",
+                    "args": {"size": 8, "seed": "{seed}"},
+                },
+            },
+            "actions": ["left", "down", "right", "up"],
+            "actions_per_turn": 64,
+            "image_size": 112,
+            "max_turns": 2,
+        },
+        lambda task, turn: path_over_ice(task.payload["make"]["desc"]),
+        "left",
         1.0,
     ),
     "motion": Example(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def to_observation(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Obse
         RolloutFailed: a field that `prompt` or `images` names is missing or has another type (`environment_error`), or
             a field that should be an image is not one (`bad_image`).
     """
-    named = dict(_flattened(fields))
+    named = dict(flattened(fields))
     missing = [name for name in settings.images if name not in named]
     if missing:
         raise RolloutFailed("environment_error", f"the observation has no {missing[0]!r}, but {sorted(named)[:20]}")
@@ -42,23 +42,36 @@ def to_observation(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Obse
     if not settings.prompt:
         rest = {name: value for name, value in fields.items() if name not in settings.images and name != "metadata"}
         return Observation((*images, json.dumps(rest, ensure_ascii=False)))
+    return Observation(filled_prompt(settings.prompt, named, images))
+
+
+def filled_prompt(
+    prompt: str, named: Mapping[str, Any], images: Sequence[EncodedImage]
+) -> tuple[str | EncodedImage, ...]:
+    """Return the texts and images of a prompt whose places are filled with an observation's fields and its images.
+
+    Raises:
+        RolloutFailed: a field is missing or has another type, or there are more images than places
+            (`environment_error`).
+    """
     try:
-        filled = parse_template(settings.prompt).fill(named)
+        filled = parse_template(prompt).fill(named)
     except BadRow as error:
         raise RolloutFailed(
             "environment_error", f"the observation does not fill the prompt: {error}; it has {sorted(named)[:20]}"
         ) from error
     content: list[str | EncodedImage] = []
+    left = list(images)
     for part in filled:
         if isinstance(part, str):
             content.append(part)
         else:
-            count = len(images) if part is Place.IMAGES else 1
-            content += images[:count]
-            del images[:count]
-    if images:
-        raise RolloutFailed("environment_error", f"the prompt has too few places for images: {len(images)} are left")
-    return Observation(tuple(content))
+            count = len(left) if part is Place.IMAGES else 1
+            content += left[:count]
+            del left[:count]
+    if left:
+        raise RolloutFailed("environment_error", f"the prompt has too few places for images: {len(left)} are left")
+    return tuple(content)
 
 
 def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
@@ -120,11 +133,12 @@ def _with_completion(value: Any, completion: str) -> Any:
     return value
 
 
-def _flattened(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+def flattened(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    """Yield all fields by their names; a field of a table has a name such as "metadata.hint"."""
     for name, value in fields.items():
         yield prefix + name, value
         if isinstance(value, dict) and depth < DEEPEST:
-            yield from _flattened(value, f"{prefix}{name}.", depth + 1)
+            yield from flattened(value, f"{prefix}{name}.", depth + 1)
 
 
 def _image(name: str, value: Any) -> EncodedImage:
