@@ -25,7 +25,6 @@ from armature.components.contracts.files import foreign, is_folder
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.environments import ENVIRONMENTS
-from armature.components.environments.generated import GeneratedEnvironment
 from armature.components.environments.make import evaluated_sources
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.bundle import (
@@ -198,7 +197,7 @@ def verify_bundle(
 def named_code(values: Any) -> Iterator[str]:
     """Yield the names in the settings of an environment that lead to code other than Armature's generated tasks.
 
-    These are environments that run programs, read files or ask servers, and every MODULE:NAME.
+    These are all environments that may run programs, read files or ask servers, and every MODULE:NAME.
 
     Example:
         >>> list(named_code({"name": "colors", "args": {}, "tools": ["zoom", "own:tool"]}))
@@ -211,7 +210,7 @@ def named_code(values: Any) -> Iterator[str]:
         name = values.get("name")
         if "args" in values and isinstance(name, str) and ":" not in name:
             made = ENVIRONMENTS[name] if name in ENVIRONMENTS else None  # noqa: SIM401 (a registry has no `get`)
-            if not (isinstance(made, type) and issubclass(made, GeneratedEnvironment)):
+            if not getattr(made, "draws_only", False):
                 yield name
         for value in values.values():
             yield from named_code(value)

@@ -27,6 +27,7 @@ class Colors(GeneratedEnvironment[ColorsSettings]):
 
     name = "colors"
     Settings = ColorsSettings
+    draws_only = True
     max_turns = 1
 
     def __init__(self, settings: ColorsSettings, **counts: int) -> None:

@@ -75,6 +75,7 @@ class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
 
     name = "coordinates"
     Settings = CoordinatesSettings
+    draws_only = True
 
     def __init__(self, settings: CoordinatesSettings, **counts: int) -> None:
         super().__init__(settings, **counts)

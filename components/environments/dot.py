@@ -45,6 +45,7 @@ class Dot(GeneratedEnvironment[DotSettings]):
 
     name = "dot"
     Settings = DotSettings
+    draws_only = True
     max_turns = 1
 
     def __init__(self, settings: DotSettings, **counts: int) -> None:

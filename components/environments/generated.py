@@ -40,6 +40,8 @@ class GeneratedEnvironment(ABC, Generic[SettingsT]):
 
     name: str
     Settings: ClassVar[type[Settings]]
+    draws_only: ClassVar[bool] = False
+    """True if whatever the settings say, they start no program, read no file, ask no server, and name no code."""
     system_prompt: str | None = None
     dialogue: bool = True
     max_turns: int

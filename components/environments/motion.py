@@ -58,6 +58,7 @@ class Motion(GeneratedEnvironment[MotionSettings]):
 
     name = "motion"
     Settings = MotionSettings
+    draws_only = True
     max_turns = 1
     most_videos = 1
 

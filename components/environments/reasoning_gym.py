@@ -46,6 +46,7 @@ class ReasoningGym(GeneratedEnvironment[ReasoningGymSettings]):
 
     name = "reasoning_gym"
     Settings = ReasoningGymSettings
+    draws_only = True
     max_turns = 1
 
     def __init__(self, settings: ReasoningGymSettings, **counts: int) -> None:

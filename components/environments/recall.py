@@ -62,6 +62,7 @@ class Recall(GeneratedEnvironment[RecallSettings]):
 
     name = "recall"
     Settings = RecallSettings
+    draws_only = True
 
     def __init__(self, settings: RecallSettings, **counts: int) -> None:
         super().__init__(settings, **counts)

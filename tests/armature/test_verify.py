@@ -139,6 +139,8 @@ def test_other_versions_are_compared_by_their_outcomes(bundle, armature, monkeyp
 
 NAMES = {
     "class": ({"name": "own:Class", "args": {}}, ["own:Class"]),
+    "openenv": ({"name": "openenv", "args": {"command": ["rm", "-rf", "/"]}}, ["openenv"]),
+    "gymnasium": ({"name": "gymnasium", "args": {"id": "x", "modules": ["antigravity"]}}, ["gymnasium"]),
     "program": ({"name": "program", "args": {"command": ["rm", "-rf", "/"]}}, ["program"]),
     "unknown": ({"name": "nobody-has-this", "args": {}}, ["nobody-has-this"]),
     "tool": ({"name": "colors", "args": {}, "tools": ["zoom", "os:system"]}, ["os:system"]),
