@@ -8,7 +8,7 @@ BIN    := .venv/bin
 INTEROP := checkov cluster lerobot programs ray trl verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test end-to-end learns interop production lint size docs check up down fuzz chaos bench images test-images clean
+.PHONY: help run test end-to-end long learns interop production lint size docs check up down fuzz chaos bench images test-images clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,11 +18,14 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # on two cores: much of it waits
 
-test: environments  ## the tests; choose with ARGS="-m 'not slow'"
+test: environments  ## the tests; choose with ARGS="-m 'not slow and not long'"
 	$(PYTEST) $(ARGS)
 
 end-to-end: environments  ## whole runs as users start them: recipes, examples, a newcomer's first hour, flows on Prefect, the platform and its pages
 	$(PYTEST) tests/end_to_end tests/examples tests/first_hour tests/flows tests/platform $(ARGS)
+
+long: environments  ## the tests that take long and that `make test` and `make end-to-end` leave out
+	$(PYTEST) -m long -o norecursedirs="chaos images interop learns production .*" tests $(ARGS)
 
 learns: environments  ## whole curves: recipes with three seeds, held-out accuracy before and after; hours; choose with ARGS="-k zoom"
 	$(BIN)/python -m pytest -s tests/learns $(ARGS)

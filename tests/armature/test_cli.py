@@ -126,7 +126,7 @@ def test_shell_completes_commands_and_recipes(armature, monkeypatch):
 
     monkeypatch.setenv("_ARMATURE_COMPLETE", "complete_bash")
     assert completed("armature", "dep") == ["deploy"]
-    assert completed("armature", "run", "train-vlm/co") == ["train-vlm/colors"]
+    assert completed("armature", "run", "train-vlm/mot") == ["train-vlm/motion-tiny"]
 
 
 @pytest.mark.parametrize(

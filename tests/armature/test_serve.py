@@ -27,6 +27,7 @@ def notebook_cell(tag: str) -> str:
     return "".join(result["source"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainer_joins_a_served_model(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tests.robots.libero.simulated import needs_libero
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SIZES: dict[str, dict[str, Any]] = {
     "checkpoints": {"SIZES": {"hidden_size": 64, "intermediate_size": 128, "layers": 2}},

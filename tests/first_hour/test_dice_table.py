@@ -64,6 +64,7 @@ def metrics(folder: Path, stage: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.long
 def test_table_of_dice_is_learned_and_shown(newcomer: Newcomer) -> None:
     dice = draw_dice(newcomer.folder / "dice", 300)
     rows = [{"image": f"dice/{file.name}", "spots": n, "size": "few" if n < 4 else "many"} for file, n in dice]
@@ -112,6 +113,7 @@ def test_table_of_dice_is_learned_and_shown(newcomer: Newcomer) -> None:
     assert newcomer.lines <= 15
 
 
+@pytest.mark.long
 def test_two_images_a_row_without_kind_are_trained_on(newcomer: Newcomer) -> None:
     dice = draw_dice(newcomer.folder / "dice", 60)
     pairs = zip(dice, dice[7:] + dice[:7], strict=True)

@@ -114,6 +114,7 @@ def as_page(cells: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+@pytest.mark.long
 def test_notebook_trains_with_reward_of_a_cell_and_shows_images(newcomer: Newcomer, tiny_model: Path) -> None:
     (newcomer.folder / "tiny").symlink_to(tiny_model)
     for file, number in draw_dice(newcomer.folder / "dice", 240):

@@ -11,7 +11,7 @@ from armature.services import free_port
 from tests.browser import NEEDS_CHROMIUM
 from tests.first_hour.conftest import Newcomer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), *NEEDS_CHROMIUM]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600), *NEEDS_CHROMIUM]
 
 LARGE = "train-vlm/clevr-counting-7b"
 

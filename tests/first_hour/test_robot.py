@@ -15,7 +15,7 @@ from armature.components.robots.datasets.settings import LayoutSettings
 from armature.services import free_port
 from tests.first_hour.conftest import ROOT, Newcomer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 JOINTS = ["pan", "lift", "elbow", "gripper"]
 GOALS = np.array([[-0.8, 0.5, -0.3, 0.9], [0.8, -0.4, 0.6, -0.9]])

@@ -23,6 +23,7 @@ print(loader._prepare_weights(sys.argv[1], None, None, False, None)[1])
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_weight_folder_may_have_any_name(tmp_path):
     python = Machine().server_interpreter

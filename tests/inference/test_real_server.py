@@ -224,7 +224,7 @@ def test_in_flight_answer_continues_with_synced_weights(running):
     np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
 
 
-@pytest.mark.parametrize("victim", ["front", "engine"])
+@pytest.mark.parametrize("victim", [pytest.param("front", marks=pytest.mark.long), "engine"])
 def test_killed_server_returns_and_no_request_is_lost(running, victim):
     pool = running.pool
     version = pool.weights.version + 1
@@ -267,6 +267,7 @@ def test_server_and_trainer_agree_on_the_probe(running):
         running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])
 
 
+@pytest.mark.long
 def test_reused_server_gets_the_weights_of_the_next_pool(running, tmp_path):
     image, seen = noise(3), []
 

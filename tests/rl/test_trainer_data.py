@@ -114,7 +114,7 @@ def test_several_datasets_train_by_weight_with_metrics_of_each(
         assert sum(mean * count for mean, count in parts) / 8 == pytest.approx(row["reward"])
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4}, marks=pytest.mark.long)])
 def test_two_ranks_train_like_one(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], lora: dict[str, int] | None
 ) -> None:

@@ -70,6 +70,7 @@ def test_page_address_has_no_password(monkeypatch):
     assert page("run", "1").startswith("https://tracking.example:5000/#/experiments/1/runs/run")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_simultaneous_first_runs_create_one_database(tmp_path):
     """Two commands start in a fresh checkout. MLflow creates its tables in steps that a second process must not

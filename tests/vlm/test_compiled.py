@@ -33,7 +33,7 @@ def own_layers() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.long), True])
 @trace_only()
 def test_compiled_step_equals_plain_step(packing, tiny):
     """The cases are padded rows with adapters, and packed rows with recomputed layers."""
@@ -81,7 +81,7 @@ def saved_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
-@pytest.mark.parametrize("family", ["internvl", "qwen2.5-vl"])
+@pytest.mark.parametrize("family", ["internvl", pytest.param("qwen2.5-vl", marks=pytest.mark.long)])
 def test_compiled_recomputing_tower_equals_plain_and_saves_memory(family, make_tiny):
     """In qwen2.5-vl attention on a CPU is not compiled."""
     tiny = make_tiny(family)

@@ -188,7 +188,7 @@ def test_outputs_of_sharded_units_are_tensors_that_fsdp_finds(make: Make) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.long)])
 @trace_only()
 def test_compiled_layers_train_like_plain_ones(make: Make, sharded: bool) -> None:
     both = {"action_mode": "both"}

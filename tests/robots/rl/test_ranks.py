@@ -203,6 +203,7 @@ def test_two_ranks_equal_one_rank(
     assert expected["value_head.layers.4.bias"].any()
 
 
+@pytest.mark.long
 def test_two_ranks_pack_action_tokens_and_shard_the_policy(tmp_path: Path) -> None:
     batches, plain = write_batches(tmp_path, "discrete"), {"mode": "full", "ratio": "token"}
     one_process = InProcessTrainer(training(batches, settings(**plain), "discrete"), machine(), tmp_path / "alone")

@@ -73,6 +73,7 @@ def files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_recorded_actions_reach_the_goal_and_crash_repeats_one_episode(tmp_path: Path) -> None:
     chosen = settings()

@@ -160,6 +160,7 @@ def test_padded_row_width_depends_only_on_its_length(monkeypatch: pytest.MonkeyP
     assert {batch.input_ids.shape[1] for _, batch in sampler._groups(examples)} == {16, 25}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three group sizes and two widths are more shapes than torch compiles by default."""
