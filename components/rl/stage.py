@@ -14,6 +14,7 @@ from armature.components.environments.make import environment_sources, evaluated
 from armature.components.environments.stage import read_environment
 from armature.components.machine.hub import COMMIT
 from armature.components.machine.project import find_module
+from armature.components.models.gguf import model_source
 from armature.components.models.source import folder_sources
 from armature.components.rl.agreement import FIRST_UPDATE
 from armature.components.rl.settings import TrainVLMSettings, teacher_input
@@ -80,7 +81,7 @@ def sources(settings: TrainVLMSettings, inputs: Mapping[str, Artifact]) -> Mappi
     """
     digests = (evaluated_sources if settings.evaluation else environment_sources)(settings.environment)
     for kind, teacher in settings.teacher.models.items() if settings.teacher is not None else ():
-        files = folder_sources(teacher.source) if teacher.source else {}
+        files = folder_sources(model_source(teacher.source)) if teacher.source else {}
         digests = {**digests, **{f"{teacher_input(kind)}/{name}": digest for name, digest in files.items()}}
     if isinstance(objective := settings.trainer.objective, FunctionObjective):
         module = objective.function.partition(":")[0]
