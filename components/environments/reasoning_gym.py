@@ -24,7 +24,7 @@ class ReasoningGymSettings(Settings):
 
     task: str
     """Name of the task, for example chain_sum."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, Any] = Field({})
     """Settings of the task, for example {min_terms = 2, max_terms = 3}."""
     instruction: str = "Answer with the final answer only."
     """Text below the question."""

@@ -229,7 +229,7 @@ class TeacherSettings(TeacherModel):
     """Models whose distributions the trained model learns on its own samples (on-policy distillation): one for all
     tasks, or one for each kind of task."""
 
-    kinds: dict[str, TeacherModel] = Field(default_factory=dict)
+    kinds: dict[str, TeacherModel] = Field({})
     """Teachers by the kind of task that they score, such as the name of a mixture's environment. `source` or `recipe`
     is the teacher of all other tasks; without it each kind needs a teacher here."""
     kind_field: str = ""
