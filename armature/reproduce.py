@@ -59,7 +59,7 @@ def read_numbers() -> dict[str, QuotedNumber]:
     """
     if CHECKOUT is None:
         raise ConfigurationError(
-            "the numbers are those of a checkout, and this is an installed wheel",
+            "an installed wheel has no table of numbers",
             code="checkout_missing",
             where=TABLE,
             remedy="clone the repository, and run the command there",

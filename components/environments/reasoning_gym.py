@@ -29,8 +29,8 @@ class ReasoningGymSettings(Settings):
     instruction: str = "Answer with the final answer only."
     """Text below the question."""
     graded: Literal["answer", "last number"] = "answer"
-    """What is graded: the answer, which is the text between <answer> and </answer> if there is one and otherwise all of
-    it, or the last number in the answer."""
+    """Grade the whole answer, or only the last number in it. If a text has <answer> and </answer>, the answer is what
+    stands between them."""
     correct_weight: float = 1.0
     """Reward for a correct answer."""
     partial_weight: float = 0.0

@@ -198,9 +198,7 @@ def read_bundle(path: Path) -> EvaluationBundle:
         episodes = TypeAdapter(list[EpisodeClaim]).validate_python(lines)
         for each in episodes:
             RolloutId.parse(each.result.trajectory_id)
-        return EvaluationBundle(
-            claims, tuple(episodes), tuple(TypeAdapter(list[dict[str, Any]]).validate_python(rollouts))
-        )
+        return EvaluationBundle(claims, tuple(episodes), tuple(rollouts))
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:

@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
 
-from armature.components.configuration import Recipe
+from armature.components.configuration import CONFIGS, Recipe
 from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
@@ -21,6 +22,20 @@ ROOT = Path(__file__).parents[2]
 def make(recipe: Recipe, name: str, machine: Machine | None = None, **inputs: Artifact) -> Artifact:
     """Run the stage `name` of a recipe and return its artifact. `machine` replaces the machine in the recipe."""
     return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine or recipe.sections["machine"])
+
+
+def start_stage(
+    stage: str, name: str, folder: Path, overrides: Iterable[str], inputs: Mapping[str, Path]
+) -> subprocess.Popen[bytes]:
+    """Start a stage of the recipe `name` in a process of its own, with a store of its own in `folder`."""
+    folder.mkdir(exist_ok=True)
+    words = [word for each in (*overrides, f'machine.store="{folder / "store"}"') for word in ("--set", each)]
+    words += [word for each, path in inputs.items() for word in ("--input", f"{each}={path}")]
+    command = [sys.executable, "-m", "armature", "stage", stage, "--config", str(CONFIGS / f"{name}.toml"), *words]
+    with (folder / "run.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, "--out", str(folder / "made")], stdout=log, stderr=log, start_new_session=True
+        )
 
 
 class Project:

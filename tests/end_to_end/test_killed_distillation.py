@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,9 +12,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.configuration import load_recipe
 from armature.components.rollouts.batches.table import read_batch
-from tests.end_to_end.conftest import make
+from tests.end_to_end.conftest import make, start_stage
 
 RECIPE = "train-vlm/colors-distilled"
 STEPS, KILLED_AT = 4, 2
@@ -39,18 +37,6 @@ OVERRIDES = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def started(folder: Path, overrides: list[str], inputs: dict[str, Path]) -> subprocess.Popen[bytes]:
-    """Start the stage `train-vlm` in a process of its own, with a store of its own in `folder`."""
-    folder.mkdir(exist_ok=True)
-    words = [word for each in (*overrides, f'machine.store="{folder / "store"}"') for word in ("--set", each)]
-    words += [word for each, path in inputs.items() for word in ("--input", f"{each}={path}")]
-    command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(CONFIGS / f"{RECIPE}.toml")]
-    with (folder / "run.log").open("ab") as log:
-        return subprocess.Popen(
-            [*command, *words, "--out", str(folder / "made")], stdout=log, stderr=log, start_new_session=True
-        )
-
-
 def made(folder: Path, kind: str) -> list[Path]:
     return sorted(path for path in (folder / "store" / kind).glob("*-0*") if (path / "manifest.json").exists())
 
@@ -71,7 +57,7 @@ def test_run_killed_while_a_teacher_scores_resumes_to_the_uninterrupted_bits(tmp
     inputs = {"tasks": tasks.path, "model": student.path}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
 
-    run = started(straight, overrides, inputs)
+    run = start_stage("train-vlm", RECIPE, straight, overrides, inputs)
     assert run.wait() == 0, (straight / "run.log").read_text()[-4000:]
     scores = made(straight, "teacher-scores")
     assert len(scores) == STEPS
@@ -79,7 +65,7 @@ def test_run_killed_while_a_teacher_scores_resumes_to_the_uninterrupted_bits(tmp
         rows = json.loads((each / "manifest.json").read_text())["rows"]
         assert sorted(rows) == ["teacher-one", "teacher-two"] and all(rows.values())
 
-    run = started(killed, overrides, inputs)
+    run = start_stage("train-vlm", RECIPE, killed, overrides, inputs)
     while True:
         assert run.poll() is None, (killed / "run.log").read_text()[-4000:]
         if scoring(killed):
@@ -95,7 +81,7 @@ def test_run_killed_while_a_teacher_scores_resumes_to_the_uninterrupted_bits(tmp
     assert not alive, "child programs outlived the run"
     assert len(made(killed, "teacher-scores")) == KILLED_AT - 1
     first = (made(killed, "teacher-scores")[0] / "batch.parquet").stat().st_mtime_ns
-    again = started(killed, overrides, inputs)
+    again = start_stage("train-vlm", RECIPE, killed, overrides, inputs)
     assert again.wait() == 0, (killed / "run.log").read_text()[-4000:]
     assert (made(killed, "teacher-scores")[0] / "batch.parquet").stat().st_mtime_ns == first  # not made again
 

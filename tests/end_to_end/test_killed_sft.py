@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,26 +12,15 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from armature.components.configuration import CONFIGS, load_recipe
+from armature.components.configuration import load_recipe
 from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
+from tests.end_to_end.conftest import start_stage
 
 KILLED_AFTER = 5
 OVERRIDES = ("trainer.epochs=1", "trainer.save_every=3", "model.tiny.format.steps=20")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def started(name: str, folder: Path, inputs: dict[str, Path]) -> subprocess.Popen[bytes]:
-    """Start the stage `sft` of a recipe in a process of its own, with a store of its own in `folder`."""
-    folder.mkdir(exist_ok=True)
-    words = [word for each in (*OVERRIDES, f'machine.store="{folder / "store"}"') for word in ("--set", each)]
-    words += [word for each, path in inputs.items() for word in ("--input", f"{each}={path}")]
-    command = [sys.executable, "-m", "armature", "stage", "sft", "--config", str(CONFIGS / f"{name}.toml"), *words]
-    with (folder / "run.log").open("ab") as log:
-        return subprocess.Popen(
-            [*command, "--out", str(folder / "made")], stdout=log, stderr=log, start_new_session=True
-        )
 
 
 def steps_done(folder: Path) -> int:
@@ -56,10 +43,10 @@ def test_killed_training_resumes_to_the_uninterrupted_weights(name, tmp_path):
         (tmp_path / each / "store").mkdir()
         (tmp_path / each / "store/images").symlink_to(tmp_path / "inputs/images")
 
-    straight = started(name, tmp_path / "straight", inputs)
+    straight = start_stage("sft", name, tmp_path / "straight", OVERRIDES, inputs)
     assert straight.wait() == 0, (tmp_path / "straight/run.log").read_text()[-4000:]
 
-    killed = started(name, tmp_path / "killed", inputs)
+    killed = start_stage("sft", name, tmp_path / "killed", OVERRIDES, inputs)
     while steps_done(tmp_path / "killed") < KILLED_AFTER:
         assert killed.poll() is None, (tmp_path / "killed/run.log").read_text()[-4000:]
         time.sleep(0.02)
@@ -69,7 +56,7 @@ def test_killed_training_resumes_to_the_uninterrupted_weights(name, tmp_path):
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive, "child programs outlived the run"
     reached = steps_done(tmp_path / "killed")
-    again = started(name, tmp_path / "killed", inputs)
+    again = start_stage("sft", name, tmp_path / "killed", OVERRIDES, inputs)
     assert again.wait() == 0, (tmp_path / "killed/run.log").read_text()[-4000:]
     assert f"resuming after step {reached // 3 * 3}" in (tmp_path / "killed/run.log").read_text()
 
