@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,8 @@ from armature.components.inference.replies import BadReply, Endpoint, exchange
 from armature.components.inference.settings import ServerSettings
 
 _POLL = 0.25
+_SHOWN, _SEARCHED = 30, 10_000
+"""Number of lines at the end of a log: those that an error shows, and those in which its cause is searched."""
 _HEALTH_TIMEOUT = 10.0
 
 
@@ -127,33 +130,21 @@ class VllmServer:
             while reason := await fault(http, endpoint, model):
                 waited = time.monotonic() - began
                 if not self.alive:
-                    raise ServerError(
-                        f"the vLLM server ended {self._host.ending} before it was ready{self._cause()}; its last "
-                        f"lines:\n{self.tail()}",
-                        code="server_ended",
-                        where=str(self.log),
-                        remedy=self._remedy(),
-                    )
+                    raise self._failure(f"ended {self._host.ending} before it was ready", "server_ended")
                 if waited > self.machine.limits.ready_timeout:
-                    raise ServerError(
-                        f"the vLLM server was not ready after {waited:.0f} s ({reason}); its last lines:\n"
-                        f"{self.tail()}",
-                        code="server_not_ready",
-                        where=str(self.log),
-                        remedy=self._remedy(),
-                    )
+                    raise self._failure(f"was not ready after {waited:.0f} s ({reason})", "server_not_ready")
                 await asyncio.sleep(_POLL)
 
-    def _cause(self) -> str:
-        cause = cause_of(self.tail(400))
-        return f": {cause}" if cause else ""
-
-    def _remedy(self) -> str:
-        text = self.tail(400)
-        remedy = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "read the log")
+    def _failure(self, what: str, code: str) -> ServerError:
+        """Return the error for a start that failed, with the cause in the log, or the log's end if it has none."""
+        log = self.tail(_SEARCHED)
+        cause = cause_of(log)
+        last = "\n".join(log.splitlines()[-_SHOWN:])
+        remedy = next((hint for pattern, hint in _HINTS if re.search(pattern, cause or log)), "read the log")
         if "{memory}" in remedy:
-            remedy = remedy.replace("{memory}", f"{self._host.free_gib():.1f} GiB are free")
-        return remedy
+            remedy = remedy.replace("{memory}", f"{self._host.free_gib():.1f} GiB of main memory are free")
+        shown = f": {cause}" if cause else f"; its last lines:\n{last}"
+        return ServerError(f"the vLLM server {what}{shown}", code=code, where=str(self.log), remedy=remedy)
 
     def _needs(self, model: Path, environment: Mapping[str, str | None]) -> ServerNeeds:
         cache = None if self.gpus else float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
@@ -212,21 +203,46 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     return ""
 
 
-_EXCEPTION = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): \S.*)$")
+_PREFIX = re.compile(r"(\(\w+ pid=\d+\) )?(?:([A-Z]+) [\d-]+ [\d:.]+ \[[^\]]*\] )?")
+"""Prefix of a line in vLLM's log: process, level, time and source. Lines of tracebacks on stderr may have none."""
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
+_LONGEST_CAUSE = 1000
 
 
 def cause_of(log: str) -> str:
-    """Return the last exception in vLLM's log and its message. Without an exception, return "".
+    """Return the exception that ended the first process of a server, with its message. Without one, return "".
 
-    The API server's exception is not taken where it only refers to the one of its engine's process, which vLLM logs
-    earlier, above a long traceback.
+    The processes above it fail too, and their exceptions only refer to it: a worker's exception ends its engine, and
+    the engine's ends the API server. Tracebacks that vLLM logs as warnings do not count.
 
     Example:
-        >>> cause_of("(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] ValueError: no room")
+        >>> lines = [
+        ...     "(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] Traceback (most recent call last):",
+        ...     "(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] ValueError: no room",
+        ...     "Traceback (most recent call last):",
+        ...     "RuntimeError: Engine core initialization failed. See root cause above.",
+        ... ]
+        >>> cause_of(chr(10).join(lines))
         'ValueError: no room'
     """
-    found = [match[1] for line in log.splitlines() if (match := _EXCEPTION.match(line))]
-    return next((text for text in reversed(found) if "root cause above" not in text), "")
+    matches = [(match, line[match.end() :]) for line in log.splitlines() if (match := _PREFIX.match(line))]
+    lines = [(match[1], text) for match, text in matches if match[2] in (None, "ERROR", "CRITICAL")]
+    for number, (process, text) in enumerate(lines):
+        if text != _TRACEBACK:
+            continue
+        of_process = [text for other, text in lines[number + 1 :] if other == process and text.strip(" ~^")]
+        # The lines of a traceback are indented. The exception follows, and then further lines of its message.
+        frames = list(takewhile(lambda text: text[0] == " ", of_process))
+        cause, *following = [*of_process[len(frames) :], "", ""][:2]
+        if not re.match(r"[A-Za-z_][\w.]*(: |$)", cause) or "root cause" in cause or following[0].startswith(_CHAINED):
+            continue
+        if ": " not in cause and frames:  # such as a failed assertion: its code is the message
+            cause += f": {frames[-1].strip()}"
+        elif following[0].startswith(" "):  # the message of pydantic begins there
+            cause += f": {following[0].partition(' [type=')[0].strip()}"
+        return cause[:_LONGEST_CAUSE]
+    return ""
 
 
 _PLAIN = (
@@ -234,6 +250,11 @@ _PLAIN = (
     "--generation-config vllm and a key in VLLM_API_KEY"
 )
 _HINTS: tuple[tuple[str, str], ...] = (
+    (
+        r"Error in memory profiling|is less than desired GPU memory utilization",
+        "another process uses this GPU: end it, or choose other GPUs in machine.servers.gpus, or lower "
+        "machine.servers.arguments.gpu_memory_utilization; then start the run again",
+    ),
     (
         r"No module named '?ray",
         "vLLM's CUDA IPC imports ray: install it beside vLLM, or set machine.servers.weight_transfer to "

@@ -115,12 +115,12 @@ class Program:
             return []
 
     def tail(self, lines: int = 30) -> str:
-        """Return the last `lines` lines of the log file, from its last 64 KiB; "" without a log file."""
+        """Return the last `lines` lines of the log file, from its last MiB; "" without a log file."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 64 * 1024))
+            file.seek(max(0, file.tell() - 2**20))
             text = file.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 

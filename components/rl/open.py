@@ -195,6 +195,10 @@ def open_parts(
         context.events.message("starting the trainer and the servers")
         resumed = starter.submit(_start, parts)
         try:
+            if parts.trainer.settings.processes.server_share is not None:
+                # vLLM measures the free memory of its GPU at the start, so the trainer on that GPU loads its weights
+                # before.
+                resumed.result()
             with portal.wrap_async_context_manager(parts.servers):
                 done = resumed.result()
                 run = RLRun(settings, context, store, parts, portal)

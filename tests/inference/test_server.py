@@ -31,8 +31,9 @@ from armature.components.inference.command import (
     server_environment,
 )
 from armature.components.inference.host import free_port
-from armature.components.inference.server import VllmServer
+from armature.components.inference.server import VllmServer, cause_of
 from armature.components.inference.settings import ServerSettings
+from armature.components.models.tiny import make_tiny_checkpoint
 from tests.builders import make_machine
 from tests.refusals import refused
 
@@ -77,13 +78,88 @@ def test_dead_server_error_has_last_lines_and_remedy(tmp_path, checkpoint):
     assert len(remedies) == len(LAST_WORDS)
 
 
-def test_dead_server_error_begins_with_the_engine_s_exception(tmp_path, checkpoint):
-    """vLLM logs it above the traceback of its API server, which only refers to it."""
-    engine = "(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:99] ValueError: Free memory is too small"
-    server = "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above."
-    lines = f'echo "{engine}"\nfor i in $(seq 50); do echo "line $i"; done\necho "{server}"\nexit 1'
-    with refused("server_ended", "code 1 before it was ready: ValueError: Free memory is too small;"):
-        start(tmp_path, checkpoint("a"), make_machine(servers__python=script(tmp_path, lines)))
+LOGGED = "(EngineCore pid=7) ERROR 11-29 13:00:00 [core.py:1510] "
+BETWEEN = "The above exception was the direct cause of the following exception:"
+REFERS = """Traceback (most recent call last):
+  File "/venv/vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"""
+
+
+def traceback(exception: str, code: str = "raise error") -> str:
+    return (
+        f'Traceback (most recent call last):\n  File "/venv/vllm/a.py", line 9, in f\n    {code}\n    ^^^^\n{exception}'
+    )
+
+
+def prefixed(prefix: str, text: str) -> str:
+    return "\r\n".join(prefix + line for line in text.splitlines())
+
+
+def engine_log(*tracebacks: str) -> str:
+    """Return a log as vLLM 0.32 writes it: the engine logs its error and prints it again, then its API server ends."""
+    error = f"\n\n{BETWEEN}\n\n".join(tracebacks)
+    logged = prefixed(LOGGED, f"EngineCore failed to start.\n{error}")
+    banner = "(APIServer pid=5) WARNING 11-29 12:59:00 [env.py:9] VLLM_CPU_KVCACHE_SPACE is not set\n"
+    return f"{banner}{logged}\nProcess EngineCore:\n{error}\n{REFERS}"
+
+
+def workers_log(exception: str) -> str:
+    """Return the log of an engine with two workers, which fail at the same time."""
+    prefixes = [f"(Worker_TP{rank} pid={rank}) ERROR 11-29 13:00:00 [multiproc_executor.py:871] " for rank in range(2)]
+    shown = [prefixed(prefix, traceback(exception)).splitlines() for prefix in prefixes]
+    together = "\n".join(line for pair in zip(*shown, strict=True) for line in pair)
+    waits = (
+        "WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause."
+    )
+    return f"{together}\n{engine_log(traceback(f'Exception: {waits}'))}"
+
+
+PROFILING = (
+    "AssertionError: Error in memory profiling. Initial free memory 20.1 GiB, current free memory 60.5 GiB. This "
+    "happens when other processes sharing the same container release GPU memory while vLLM is profiling."
+)
+INVALID = """pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig
+  Value error, no such thing [type=value_error, input_value=ArgsKwargs((), {'model_co...}), input_type=ArgsKwargs]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error"""
+NOTED = prefixed("(APIServer pid=5) WARNING 11-29 12:59:59 [env.py:1] ", traceback("ImportError: no package"))
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (engine_log(traceback(PROFILING)), PROFILING),
+        (workers_log(PROFILING), PROFILING),
+        (engine_log(traceback("KeyError: 'x'"), traceback("ValueError: no such x")), "ValueError: no such x"),
+        (engine_log(traceback("AssertionError", "assert size % 2 == 0")), "AssertionError: assert size % 2 == 0"),
+        (traceback(INVALID), f"{INVALID.splitlines()[0]}: Value error, no such thing"),
+        (f"{NOTED}\n{engine_log(traceback('ValueError: no room'))}", "ValueError: no room"),
+        ("INFO 11-29 13:00:00 [a.py:1] loading", ""),
+    ],
+    ids=["engine", "workers", "chain", "no message", "pydantic", "warning before", "no exception"],
+)
+def test_cause_is_the_exception_of_the_first_process_that_failed(log, cause):
+    assert cause_of(log) == cause
+
+
+def test_dead_server_error_shows_the_cause_instead_of_the_log_s_end(tmp_path, checkpoint):
+    """The log names a variable for the KV cache, but the remedy follows from the cause."""
+    (tmp_path / "log").write_text(engine_log(traceback(PROFILING)) + "\nend" * 100)
+    python = script(tmp_path, f"cat {tmp_path}/log\nexit 1")
+    with refused("server_ended", f"code 1 before it was ready: {PROFILING}") as caught:
+        start(tmp_path, checkpoint("a"), make_machine(servers__python=python))
+    assert "\n" not in caught.value.what
+    assert "machine.servers.gpus" in caught.value.remedy and "KVCACHE" not in caught.value.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_cause_of_a_real_server(tmp_path):
+    model = make_tiny_checkpoint("qwen2-vl", tmp_path / "model", seed=0)
+    machine = make_machine(servers__python=Path(".venv-vllm/bin/python"), servers__arguments={"load_format": "pickles"})
+    with refused("server_ended", "before it was ready: ValueError: Load format `pickles` is not supported") as caught:
+        start(tmp_path, model, machine)
+    assert "Traceback" not in caught.value.what
 
 
 def test_server_that_is_never_ready_is_stopped(tmp_path, checkpoint, monkeypatch):
