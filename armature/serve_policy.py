@@ -19,12 +19,10 @@ from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.components.robots.server.metrics import EventFormatter, PolicyServerMetrics, log
 from armature.components.robots.server.server import PolicyServer, refuse_open_address
 from armature.components.robots.server.settings import PolicyServerSettings
-from armature.components.robots.server.wire import ObservationFormat
+from armature.components.robots.server.wire import KEY, ObservationFormat
 from armature.export import find_checkpoint
 from armature.services import STATE
 
-KEY = "ARMATURE_POLICY_KEY"
-"""Environment variable with the key of the policy server."""
 KEY_FILE = STATE / "serve-policy.key"
 """File with the key, if the variable is not set."""
 

@@ -208,9 +208,14 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
     return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
 
 
-def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory:
-    """Return the memory that a recipe needs to train or play a policy on the recipe's machine."""
+def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:
+    """Return the memory that a recipe needs to train or play a policy on the recipe's machine.
+
+    It is None for a policy that another program computes.
+    """
     policy, machine = recipe.policy, recipe.machine
+    if policy.external is not None:
+        return None
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
         return robot_memory(policy, machine, cameras, recipe.trainer, recipe.settings_for(TrainVLARLSettings))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from armature.components.configuration.recipes import MachineSection, Sections
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.datasets.settings import (
@@ -324,9 +325,13 @@ class EvaluateLibero(Sections):
             policy_source(policy)
 
     def refuse_ahead(self) -> None:
-        """Check that the simulator can play the episodes, before anything is computed."""
+        """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
+        from armature.components.robots.evaluation.robot import refuse_external
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
+        for policy in filter(None, (self.policy, self.against)):
+            if policy.external is not None:
+                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings))
         refuse_episodes(self.evaluation, self.simulator)
 
 
@@ -342,6 +347,14 @@ def _refuse_unnamed(policy: RobotPolicySettings) -> None:
     from armature.components.models.source import check_source_name
     from armature.components.robots.policies.source import POLICY, policy_source
 
+    if policy.external is not None:
+        raise ConfigurationError(
+            "a policy of another program can be evaluated, not trained",
+            code="policy_not_trainable",
+            where="policy.server",
+            remedy="evaluate it with evaluate/libero-openpi, or train a policy with policy.checkpoint_path or "
+            "policy.path",
+        )
     if source := policy_source(policy):
         check_source_name(source, policy.revision, POLICY)
 

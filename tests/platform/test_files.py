@@ -199,7 +199,7 @@ def test_dvc_stages_depend_on_all_files_of_their_settings():
         assert settings_files(registered.settings) <= set(stage["deps"]), name
 
 
-@pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero", "evaluate/libero-perturbed"}))
+@pytest.mark.parametrize("name", [name for name in sorted(RECIPES) if not name.startswith("evaluate/libero")])
 def test_rejects_empty_recipe(name):
     from armature.components.configuration import build_recipe
 

@@ -1,17 +1,100 @@
-"""Check that a policy or dataset fits LIBERO's robot."""
+"""Conventions of LIBERO's robot, and checks that a policy or dataset fits it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.datasets.source import DatasetSource
+from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, LiberoEvaluationSettings
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
+from armature.components.robots.policies.settings import ExternalPolicySettings, RobotConventions
 
 ACTION_SIZE, STATE_SIZE = 7, 8
 """Number of values of an action and of a state. An action has 6 numbers for the end effector and 1 for the gripper. A
 state has the position and rotation of the end effector and both fingers. See `LiberoSimulator`."""
+COMPUTED_HERE = (
+    "inference_action_mode",
+    "num_inference_steps",
+    "image_attention_at_inference",
+    "torch_compile",
+    "quantization",
+)
+"""Settings of an evaluation that only have an effect if its own process computes the policy."""
 _REMEDY = "leave out the sections evaluation and simulator: then the error of held-out actions measures the policy"
+
+
+def libero_conventions(simulator: SimulatorSettings) -> RobotConventions:
+    """Return the conventions of LIBERO's actions and of our observations of it, which are those of its datasets."""
+    return RobotConventions(
+        cameras=tuple(simulator.camera_name_mapping),
+        image_rotation="upright",
+        image_channels="rgb",
+        state_dimensions=STATE_SIZE,
+        state_rotation="axis_angle",
+        length_unit="m",
+        action_dimensions=ACTION_SIZE,
+        action_target="delta_end_effector",
+        action_rotation="axis_angle",
+        action_units="normalized",
+        gripper_open=-1.0,
+        gripper_closed=1.0,
+        control_freq=simulator.control_freq,
+    )
+
+
+def refuse_disagreement(name: str, declared: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
+    """Check that two sides have the same values for all conventions that `declared` has.
+
+    Example:
+        >>> libero = libero_conventions(SimulatorSettings()).model_dump()
+        >>> refuse_disagreement("the policy", {"gripper_open": -1.0}, "the simulator", libero)
+
+    Args:
+        name: name of the side that declares, for the message; for example a setting.
+        other_name: name of the other side.
+
+    Raises:
+        ConfigurationError: the sides disagree. The error lists each pair that does.
+    """
+    pairs = [
+        f"{field} is {_shown(value)} in {name}, {_shown(other[field])} in {other_name}"
+        for field, value in declared.items()
+        if other[field] != value
+    ]
+    if pairs:
+        raise ConfigurationError(
+            "; ".join(pairs),
+            code="conventions_disagree",
+            where=f"{name}, {other_name}",
+            remedy="use a policy that was trained with the simulator's conventions, or convert on the policy's side; "
+            "change a declaration only if it is wrong about the training data",
+        )
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def refuse_external(external: ExternalPolicySettings, settings: EvaluateLiberoStageSettings) -> None:
+    """Check that a policy of another program fits the simulator and the settings of the evaluation.
+
+    Raises:
+        ConfigurationError: their conventions disagree, or a setting would have no effect.
+    """
+    conventions = libero_conventions(settings.simulator)
+    refuse_disagreement(
+        "policy.server.conventions", external.conventions.model_dump(), "the simulator", conventions.model_dump()
+    )
+    plan, fields = settings.evaluation, LiberoEvaluationSettings.model_fields
+    if unused := [name for name in COMPUTED_HERE if getattr(plan, name) != fields[name].default]:
+        raise ConfigurationError(
+            f"{', '.join(unused)} would have no effect, because another program computes the policy",
+            code="setting_without_effect",
+            where=", ".join(f"evaluation.{name}" for name in unused),
+            remedy="leave it out here, and set it in the program that computes the policy",
+        )
 
 
 def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:

@@ -44,25 +44,24 @@ def evaluate_libero(
         ConfigurationError: a task does not exist or cannot be simplified as asked, or the policy does not support the
             action mode.
     """
-    from armature.components.robots.evaluation.robot import refuse_cameras
+    from armature.components.robots.evaluation.opening import open_external, open_own
     from armature.components.robots.evaluation.schedule import refuse_episodes
     from armature.components.robots.libero.tasks import suite_tasks
-    from armature.components.robots.policies.molmoact2.policy import open_policy
+    from armature.components.robots.policies.source import read_settings
 
-    plan = settings.evaluation
+    plan, source = settings.evaluation, inputs["policy"].path
     refuse_episodes(plan, settings.simulator)
     tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
-    policy = open_policy(
-        inputs["policy"].path,
-        mode=plan.inference_action_mode,
-        rows=plan.rows_per_pass,
-        torch_compile=plan.torch_compile,
-        quantization=plan.quantization,
-        n_action_steps=plan.n_action_steps,
-        num_inference_steps=plan.num_inference_steps,
-        image_attention=plan.image_attention_at_inference,
-    )
-    refuse_cameras(policy.cameras, settings.simulator)
+    chosen = read_settings(source)
+    if chosen is not None and chosen.external is not None:
+        with (
+            open_external(chosen.external, settings) as external,
+            open_simulators(settings.simulator, context.machine, plan.batch) as processes,
+        ):
+            if not external.seeded:
+                context.events.message("the policy's server draws its own noise, so another evaluation may differ")
+            return evaluate_policy(external, tasks, processes, settings, out, context)
+    policy = open_own(source, settings)
     with open_simulators(settings.simulator, context.machine, plan.batch) as processes:
         report = evaluate_policy(policy, tasks, processes, settings, out, context)
     if not policy.undecoded:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from armature.components.contracts.settings import Settings
 
@@ -12,6 +13,7 @@ ActionMode = Literal["continuous", "discrete", "both"]
 Semantics = Literal["head", "0.6.1", "seed"]
 Quantization = Literal["fp8"]
 Normalization = Literal["quantiles", "mean_std", "identity"]
+Rotation = Literal["axis_angle", "euler_xyz", "quaternion_xyzw", "quaternion_wxyz", "rotation_6d", "none"]
 
 
 class TinyPolicySettings(Settings):
@@ -63,6 +65,76 @@ class TinyPolicySettings(Settings):
     """Standard deviation of the vision tower's weights."""
 
 
+class RobotConventions(Settings):
+    """Conventions of the data that a policy was trained on, or of a simulator.
+
+    No field has a default, because a policy that is wrong about one of them still moves the robot, only badly.
+    """
+
+    cameras: tuple[str, ...] = Field(min_length=1)
+    """Simulator cameras that the policy sees, in its order: agentview, robot0_eye_in_hand in LIBERO."""
+    image_rotation: Literal["upright", "rotated_180", "mirrored", "upside_down"]
+    """Orientation of images. upright: as in LIBERO's datasets. rotated_180: as robosuite renders them."""
+    image_channels: Literal["rgb", "bgr"]
+    """Order of color channels."""
+    state_dimensions: PositiveInt
+    """Number of values of a state."""
+    state_rotation: Rotation
+    """Form of the end effector's rotation in a state."""
+    length_unit: Literal["m", "cm", "mm"]
+    """Unit of positions in a state."""
+    action_dimensions: PositiveInt
+    """Number of values of an action."""
+    action_target: Literal["delta_end_effector", "absolute_end_effector", "delta_joints", "absolute_joints"]
+    """Meaning of an action: a motion or a target, of the end effector or of the joints."""
+    action_rotation: Rotation
+    """Form of the end effector's rotation in an action."""
+    action_units: Literal["normalized", "physical"]
+    """normalized: 1 is the controller's largest motion in a step. physical: meters and radians."""
+    gripper_open: float
+    """Value of an action's last dimension that opens the gripper."""
+    gripper_closed: float
+    """Value of an action's last dimension that closes the gripper."""
+    control_freq: PositiveInt
+    """Actions per second."""
+
+
+class ExternalPolicySettings(Settings):
+    """A policy that another program computes. It can be evaluated, not trained."""
+
+    conventions: RobotConventions
+    """Conventions of the data that the policy was trained on. They must be the simulator's."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest wait in seconds for an answer. The first answer includes compilation in some programs, and the requests
+    of `evaluation.rows_per_pass` episodes wait for each other."""
+
+
+class ServedPolicySettings(ExternalPolicySettings):
+    """A policy behind a server of openpi's protocol."""
+
+    url: str = Field(pattern=r"^wss?://[^\s/@?#]+(/[^\s?#]*)?$")
+    """Address of the server: ws://127.0.0.1:8000. If it asks for a key, set ARMATURE_POLICY_KEY."""
+    weights: str = Field(min_length=1)
+    """Name and version of the served weights. Servers do not report theirs, so an evaluation is made again only if this
+    name, the address or another setting changes."""
+    camera_fields: tuple[str, ...] = ("observation/image", "observation/wrist_image")
+    """Fields of an observation that hold the images of conventions.cameras, in the same order. The defaults are those
+    of openpi's LIBERO policies."""
+    state_field: str = Field("observation/state", min_length=1)
+    """Field of an observation that holds the state."""
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        _ = urlsplit(self.url).port  # raises ValueError if it is not a port's number
+        fields = (*self.camera_fields, self.state_field, "prompt", "seed")
+        if len(self.camera_fields) != len(self.conventions.cameras) or len(set(fields)) < len(fields):
+            raise ValueError(
+                f"camera_fields, state_field: {len(self.conventions.cameras)} cameras, the state, prompt and seed need "
+                f"a field each, and these are named: {', '.join(fields)}"
+            )
+        return self
+
+
 class RobotPolicySettings(Settings):
     """Checkpoint of a robot policy and facts about its robot; the defaults are LeRobot's.
 
@@ -78,6 +150,8 @@ class RobotPolicySettings(Settings):
     """Hub name or folder of a checkpoint that LeRobot saved."""
     tiny: TinyPolicySettings | None = None
     """Sizes of a small policy with random weights, made instead of reading a checkpoint."""
+    server: ServedPolicySettings | None = None
+    """A policy behind a server; all other settings are then left out."""
     revision: str | None = None
     """Commit of the hub checkpoint; required for hub names."""
     checkpoint_revision: str | None = None
@@ -135,3 +209,15 @@ class RobotPolicySettings(Settings):
     """Dropout after attention and feed-forward of the text layers, in training."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights."""
+
+    @property
+    def external(self) -> ServedPolicySettings | None:
+        """Settings of a policy that another program computes; None for a policy of our own."""
+        return self.server
+
+    @model_validator(mode="after")
+    def _external_alone(self) -> Self:
+        others = sorted(self.model_dump(exclude_defaults=True).keys() - {"server"})
+        if self.server is not None and others:
+            raise ValueError(f"server: another program has the policy, so {', '.join(others)} would have no effect")
+        return self

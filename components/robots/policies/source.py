@@ -62,11 +62,13 @@ def read_settings(folder: Path) -> RobotPolicySettings | None:
 
 
 def policy_source(settings: RobotPolicySettings) -> str:
-    """Return the folder or hub name of the policy's checkpoint; "" for a tiny policy.
+    """Return the folder or hub name of the policy's checkpoint; "" for a tiny or external policy.
 
     Raises:
         ConfigurationError: no source or more than one is set, or the settings of a tiny policy contradict each other.
     """
+    if settings.external is not None:
+        return ""
     if settings.tiny is None:
         if source := settings.path or settings.checkpoint_path:
             return project_source(source)
@@ -74,7 +76,7 @@ def policy_source(settings: RobotPolicySettings) -> str:
             "the recipe names no policy",
             code="policy_missing",
             where="policy",
-            remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
+            remedy="set one of policy.checkpoint_path, policy.path, policy.tiny and policy.server",
         )
     if other := next((name for name in OF_CHECKPOINTS if getattr(settings, name) is not None), None):
         raise ConfigurationError(

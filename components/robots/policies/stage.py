@@ -14,7 +14,10 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 def run_policy(
     settings: RobotPolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Write a policy to `out`: `checkpoint/` for a tiny one; `source.json` and `policy.json` for a folder or hub name.
+    """Write a policy to `out`.
+
+    It is `checkpoint/` for a tiny one, `source.json` and `policy.json` for a folder or hub name, and `policy.json` for
+    one that another program computes.
 
     Weights of a folder or hub name are not copied; `load_policy(out)` follows the reference. `policy.json` holds the
     settings, completed by the checkpoint's entry `norm_tag` or by the settings that LeRobot saved.
@@ -26,6 +29,9 @@ def run_policy(
     from armature.components.robots.policies.source import POLICY, policy_source, write_settings
 
     source = policy_source(settings)
+    if settings.external is not None:
+        write_settings(out, settings)
+        return StageReport()
     if settings.tiny is not None:
         from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 

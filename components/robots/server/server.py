@@ -26,12 +26,11 @@ from armature.components.machine.network import listener
 from armature.components.robots.server.metrics import PolicyServerMetrics, log_event
 from armature.components.robots.server.settings import PolicyServerSettings
 from armature.components.robots.server.waiting import BusyError, PolicyQueue, ServedChunk
-from armature.components.robots.server.wire import Message, ObservationFormat, pack
+from armature.components.robots.server.wire import SCHEME, Message, ObservationFormat, pack
 
 log = logging.getLogger(__name__)
 _WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")
 _WEBSOCKETS.setLevel(logging.CRITICAL)  # the library logs every failed handshake as an error
-SCHEME = "Api-Key "
 
 
 def refuse_open_address(settings: PolicyServerSettings, with_key: bool) -> None:

@@ -26,6 +26,10 @@ from armature.components.contracts.robots import PreviousActions, RobotObservati
 Message = dict[str, Any]
 """Fields and values of a message as MessagePack decodes them; `value_of` converts values to arrays and numbers."""
 
+KEY = "ARMATURE_POLICY_KEY"
+"""Environment variable with the key of a policy server, for servers and clients."""
+SCHEME = "Api-Key "
+"""Beginning of the header Authorization, before the key."""
 ARRAY, NUMBER = "__ndarray__", "__npgeneric__"
 MOST_DIMENSIONS, MOST_ITEMS, MOST_CONTAINERS, LONGEST_TEXT = 8, 256, 256, 2**16
 _DTYPE = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248])|u?int(8|16|32|64)|float(16|32|64)|bool")

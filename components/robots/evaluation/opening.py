@@ -1,0 +1,47 @@
+"""Opening the policy of an evaluation: one of this process, or one that another program computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armature.components.robots.evaluation.robot import refuse_cameras, refuse_external
+from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
+from armature.components.robots.libero.settings import IMAGES
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.robots.policies.settings import ServedPolicySettings
+from armature.components.robots.server.client import ServedPolicy
+
+
+def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> MolmoAct2Policy:
+    """Load the policy of an artifact into this process.
+
+    Raises:
+        ConfigurationError: the policy does not support the action mode, or the simulator lacks one of its cameras.
+        DataError: the checkpoint is incomplete.
+    """
+    plan = settings.evaluation
+    policy = open_policy(
+        source,
+        mode=plan.inference_action_mode,
+        rows=plan.rows_per_pass,
+        torch_compile=plan.torch_compile,
+        quantization=plan.quantization,
+        n_action_steps=plan.n_action_steps,
+        num_inference_steps=plan.num_inference_steps,
+        image_attention=plan.image_attention_at_inference,
+    )
+    refuse_cameras(policy.cameras, settings.simulator)
+    return policy
+
+
+def open_external(external: ServedPolicySettings, settings: EvaluateLiberoStageSettings) -> ServedPolicy:
+    """Connect to a policy of another program, after checking that it fits the simulator.
+
+    Raises:
+        ConfigurationError: see `refuse_external` and `ServedPolicy`.
+        ServerError: see `ServedPolicy`.
+    """
+    refuse_external(external, settings)
+    names, plan = settings.simulator.camera_name_mapping, settings.evaluation
+    cameras = [f"{IMAGES}{names[camera]}" for camera in external.conventions.cameras]
+    return ServedPolicy(external, cameras, plan.n_action_steps, plan.rows_per_pass)
