@@ -120,7 +120,7 @@ PANELS = (
         ("groups/played", "groups/equal_rewards", "groups/surplus", "groups/rounds"),
     ),
     Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens"),
-    Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync|evaluation)$",), unit="seconds"),
+    Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|save|sync|evaluation)$",), unit="seconds"),
     Panel("Samples per second", ("samples_per_second", "answers_per_second")),
     Panel("Left out, by reason", (r"^failures/", r"^drops/"), unit="per step"),
     Panel("Memory of the trainer", (r"^memory/",), unit="GiB"),

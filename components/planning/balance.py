@@ -54,7 +54,7 @@ class MeasuredShare:
 def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare | None:
     """Return the times of the newest finished run with the same model, rollouts and batches, or None.
 
-    Runs whose history lacks the numbers of servers and ranks are ignored.
+    Runs whose history lacks the numbers of servers and ranks, or the time of checkpoints, are ignored.
     """
     homes = sorted(store.root.glob("train-vlm/*/history.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     wanted = _compared(settings.model_dump(mode="json"))
@@ -62,7 +62,7 @@ def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare 
         if _compared(read_manifest(file.parent).settings) != wanted:
             continue
         steps = [row for row in json.loads(file.read_text()) if row["step"] > WARM_UP][:-1]
-        if steps and all("machine/servers" in row for row in steps):
+        if steps and all({"machine/servers", "timing/save"} <= row.keys() for row in steps):
             return _measured(file.parent, settings, steps)
     return None
 
@@ -76,9 +76,8 @@ def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, float]]) -> MeasuredShare:
     last = steps[-1]
     same = [row for row in steps if all(row[name] == last[name] for name in ("machine/servers", "machine/ranks"))]
-    mean = {
-        name: fmean(row[f"timing/{name}"] for row in same) for name in ("wait_for_rollouts", "batch", "train", "sync")
-    }
+    names = ("wait_for_rollouts", "batch", "train", "save", "sync")
+    mean = {name: fmean(row[f"timing/{name}"] for row in same) for name in names}
     wait, overlaps = mean["wait_for_rollouts"], settings.rollouts.max_staleness > 0
     return MeasuredShare(
         path=path,
@@ -86,7 +85,7 @@ def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, floa
         ranks=int(last["machine/ranks"]),
         rollouts=wait + (mean["train"] if overlaps else 0.0),
         train=mean["train"],
-        others=mean["batch"] + mean["sync"],
+        others=mean["batch"] + mean["save"] + mean["sync"],
         overlaps=overlaps,
         at_most=overlaps and wait < LEAST * mean["train"],
     )

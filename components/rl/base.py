@@ -171,8 +171,12 @@ class TrainingRun(ABC):
         return self._of_trainer(step - 1, lambda: self._apply(step, batch))
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint if one is due after `step`."""
-        if step % self.plan.save_every == 0 or step == self.plan.last:
+        """Start writing a checkpoint if one is due after `step`.
+
+        There is none after the last step, whose weights are published: a run that is killed before their end, or is
+        prolonged, applies the batches since the last checkpoint again.
+        """
+        if step % self.plan.save_every == 0 and step < self.plan.last:
             self._of_trainer(step, self.trainer.save)
 
     def sync(self, version: int) -> None:

@@ -80,7 +80,7 @@ class TrainerEvents(TerminalEvents):
         self._call("on_log", logs=dict(values))
         if evaluated := {name: value for name, value in values.items() if name.startswith("heldout/")}:
             self._call("on_evaluate", metrics=evaluated)
-        if step and (step % config.save_steps == 0 or step == config.max_steps):
+        if step and step % config.save_steps == 0 and step < config.max_steps:
             self._call("on_save")
 
     def end(self, metrics: Mapping[str, float]) -> None:

@@ -143,6 +143,7 @@ def run_loop(steps: StepUnits, first: int, plan: LoopPlan, units: Units, events:
             pending[0].result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)
+        clock.lap("timing/save")
         if step < last and plan.sync_every and step % plan.sync_every == 0:
             units.submit(f"sync-{step:05d}", steps.sync, step).result()
         clock.lap("timing/sync")

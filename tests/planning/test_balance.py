@@ -19,7 +19,7 @@ from armature.components.planning.balance import MeasuredShare, best_share, last
 from armature.components.rl.settings import TrainVLMSettings
 
 IN_TURN = MeasuredShare(Path("run"), 4, 4, rollouts=9.0, train=1.0, others=2.0, overlaps=False, at_most=False)
-STEP = {"wait_for_rollouts": 6.0, "batch": 0.5, "train": 2.0, "sync": 1.5}
+STEP = {"wait_for_rollouts": 6.0, "batch": 0.5, "train": 2.0, "save": 0.25, "sync": 1.25}
 
 
 def settings_of(*changes: str) -> TrainVLMSettings:

@@ -194,6 +194,20 @@ def test_evaluation_uses_weights_of_its_step_alone(staleness):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
+def test_checkpoint_has_a_time_of_its_own(staleness):
+    class Saving(RecordingSteps):
+        def save(self, step: int) -> None:
+            time.sleep(0.1 * (step == 2))
+
+    steps = Saving()
+    run(steps, staleness, last=3)
+    times = [steps.recorded[step] for step in (1, 2, 3)]
+    assert [row["timing/save"] >= 0.1 for row in times] == [False, True, False]
+    assert all(row["timing/sync"] < 0.1 for row in times)
+    assert all(sum(row.values()) == pytest.approx(2 * row["timing/step"] + row["loss"]) for row in times)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_evaluation_can_end_training(staleness):
     steps = RecordingSteps(evaluated=(2, 4), ends_at=4)
     assert run(steps, staleness) == 4

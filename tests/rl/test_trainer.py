@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.decoders import DecodeStream
 
+from armature.components.artifacts.json_lines import History
 from armature.components.configuration import load_recipe
 from armature.components.contracts.batches import MultimodalBatch
 from armature.components.contracts.errors import DataError
@@ -25,6 +26,7 @@ from armature.components.contracts.rollouts import GenerateOutputs, LogProbs, To
 from armature.components.inference.probe import ProbeAnswer, make_probe
 from armature.components.models.adapters import MultimodalAdapter
 from armature.components.models.load import load_model
+from armature.components.rl.base import TrainingRun
 from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.trainer import MultimodalGRPOTrainer
 from armature.components.rollouts.batches.table import read_batch
@@ -196,13 +198,13 @@ def test_steps_are_on_policy_and_weights_reach_sampler(
 
 
 def test_trainer_resumes_after_max_steps_is_raised(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
-    for folder, stops in ((tmp_path / "straight", [4]), (tmp_path / "stopped", [2, 4])):
+    for folder, stops in ((tmp_path / "straight", [4]), (tmp_path / "stopped", [3, 4])):
         for max_steps in stops:
             trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(folder, max_steps=max_steps))
             trainer.set_environment("colors", **COLORS)
             reward(trainer.environment)
             trainer.train()
-    straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped")
+    straight, stopped = (History(tmp_path / name / "history.jsonl").read() for name in ("straight", "stopped"))
     assert [one["step"] for one in stopped] == [1, 2, 3, 4]
     assert [one["loss"] for one in stopped] == [one["loss"] for one in straight]
 
@@ -225,6 +227,24 @@ def test_step_after_checkpoint_is_replayed_from_its_batch(
     assert samplers[-1].asked == preflight_and_step_3 and samplers[-1].synced == [2]
     straight, stopped = (load_file(tmp_path / name / "final/model.safetensors") for name in ("straight", "stopped"))
     assert all(torch.equal(value, stopped[name]) for name, value in straight.items())
+
+
+def test_last_step_has_no_checkpoint_and_is_repeated_after_a_kill(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(folder: Path) -> dict[str, torch.Tensor]:
+        colors_trainer(tiny, config(folder, save_steps=1)).train()
+        return load_file(folder / "final/model.safetensors")
+
+    straight = trained(tmp_path / "straight")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainingRun, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        trained(tmp_path / "killed")
+    killed = trained(tmp_path / "killed")
+    assert samplers[-1].asked == 0 and [one["step"] for one in run(tmp_path / "killed")] == [1, 2, 3, 3]
+    assert all(torch.equal(value, killed[name]) for name, value in straight.items())
+    for folder in ("straight", "killed"):
+        assert {path.parent.name for path in (tmp_path / folder).rglob("state.json")} == {"step-000001", "step-000002"}
 
 
 def test_sync_interval_is_respected(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:

@@ -96,7 +96,7 @@ def train(
         if heldout is not None and (step % heldout.every == 0 or step == last):
             report |= trainer.measure()
         record(step, report)
-        if step % settings.save_every == 0 or step == last:
+        if step % settings.save_every == 0 and step < last:  # the last weights are published
             trainer.save()
 
     run_steps(trainer, last, begin, one_step, out, events)

@@ -138,7 +138,7 @@ def fit(
             if plan.ends_epoch(step):
                 metrics |= evaluated()
             history.append(step, metrics)
-            if step % save_every == 0 or step == plan.steps:
+            if step % save_every == 0 and step < plan.steps:  # the last weights are published
                 trainer.save()
             events.metrics(metrics, step)
             shown = {short: metrics[name] for short, name in {"loss": "loss", **loss.SHOWN}.items() if name in metrics}
