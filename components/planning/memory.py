@@ -278,6 +278,7 @@ def trainer_parts(estimate: MemoryEstimate) -> dict[str, int]:
         "gradients and optimizer": estimate.optimizer,
         "gathered": estimate.gathered if estimate.shards > 1 else 0,
         "activations": estimate.activations,
+        "activations of images": estimate.images,
         "log-probs": estimate.logits,
     }
 

@@ -116,6 +116,7 @@ class InProcessTrainer(TrainerClient):
             temperature=policy.temperature,
             forbidden_token_ids=forbidden_token_ids,
             ranks=Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            may_recompute=policy.model.gradient_checkpointing == "auto",
         )
         self._worker = TokenWorker(self.settings, self.learner, processor, publisher, load, who)
 

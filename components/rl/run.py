@@ -62,7 +62,7 @@ from armature.components.rollouts.sampler import (
 )
 from armature.components.rollouts.shards import RolloutWorkers
 from armature.components.rollouts.table import read_rollouts, write_rollouts
-from armature.components.vlm.client import TrainerClient
+from armature.components.vlm.client import OUT_OF_MEMORY, RECOMPUTES, TrainerClient
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,8 @@ class RLRun(TrainingRun):
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
         metrics = self.trainer.step(step, batch.path, ratios_file(self.context.workspace, step))
+        if OUT_OF_MEMORY in metrics:
+            self.context.events.message(f"step {step}: {RECOMPUTES}")
         bounds = self.settings.preflight
         if (error := step_mismatch(metrics, step, bounds.max_step_mismatch_kl)) is not None:
             if bounds.step_mismatch == "stop":

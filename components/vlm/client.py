@@ -18,6 +18,10 @@ from armature.components.models.settings import ModelSettings
 from armature.components.training.client import FLOATS, ServiceClient
 from armature.components.vlm.settings import TeacherSettings, TrainerSettings
 
+OUT_OF_MEMORY = "out_of_memory"
+"""Name of a step's metric, 1 if activations are recomputed from this step on, because the memory was not enough."""
+RECOMPUTES = "the memory is not enough for activations: from now on the backward pass computes them again"
+
 
 class ProbeReply(BaseModel):
     """The reply of a trainer service to a probe. It has the fields of a `ProbeAnswer`."""

@@ -1,8 +1,8 @@
 """A training step of a vision-language model: a batch of samples in, updated weights and metrics out.
 
-`Learner.step` reads from top to bottom. Three things happen elsewhere: `packing` decides which samples share a forward
-pass, `objectives` computes the loss, and the base class `TrainingEngine`, shared with robot policies, owns gradients
-and optimizer.
+`Learner.step` and `Learner._accumulate` read from top to bottom. Three things happen elsewhere: `packing` decides which
+samples share a forward pass, `objectives` computes the loss, and the base class `TrainingEngine`, shared with robot
+policies, owns gradients and optimizer.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from armature.components.rollouts.batches.table import check_samples
 from armature.components.training.engine import ALL, ParameterGroup, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 from armature.components.training.schedule import learning_rate
+from armature.components.vlm.client import OUT_OF_MEMORY
 from armature.components.vlm.distillation import divergence
 from armature.components.vlm.logprobs import Policy, check_head, predicting
 from armature.components.vlm.memory import offloaded_activations
@@ -118,6 +119,7 @@ class Learner(TrainingEngine[Any]):
         shard: splits a model without weights over the ranks (FSDP2) and loads each rank's shards, so that no rank has
             to hold the whole model. It is called with the policy, and with the reference model if there is one.
         teacher: a teacher, whose scores the samples of steps have; see `teach`.
+        may_recompute: if the memory is not enough for a step, recompute activations in it and in all later ones.
 
     Raises:
         ConfigurationError: the weights have several dtypes and autocast is off, the output head is not supported, or
@@ -134,9 +136,12 @@ class Learner(TrainingEngine[Any]):
         ranks: Ranks | None = None,
         shard: Callable[[Policy], None] | None = None,
         teacher: Teacher | None = None,
+        may_recompute: bool = False,
     ) -> None:
         ranks = ranks or Ranks()
         self.settings = settings
+        # If one of several ranks runs out of memory, the others wait for it in a collective.
+        self._may_recompute = may_recompute and ranks.size == 1
         if ranks.context is not None and not settings.packing:
             raise ConfigurationError(
                 "context parallelism works on packed sequences only",
@@ -216,15 +221,16 @@ class Learner(TrainingEngine[Any]):
         Raises:
             DataError: samples that cannot be trained on; see `check_samples`.
             DivergedError: the gradients of too many updates in a row were not finite.
+            torch.OutOfMemoryError: the memory is not enough, with recomputed activations either if they are allowed.
         """
         check_samples(samples)
-        settings, device, began, meter = self.settings, self.ranks.device, perf_counter(), Meter()
-        corrects = settings.correction.mode != "none"
+        settings, began, meter, exceeded = self.settings, perf_counter(), Meter(), dict[str, float]()
         self.policy.routers.take_counts()  # forget the counts of scoring
         rows_of_updates = list(updates(len(samples), settings.samples_per_update))
 
         # The importance correction refers to the policy at the start of the step. In the first update these are the
         # log-probs of its own forward pass; for later updates compute them now, before the weights change.
+        corrects = settings.correction.mode != "none"
         start = self._score(samples, load) if corrects and len(rows_of_updates) > 1 else None
 
         for rows in rows_of_updates:
@@ -236,50 +242,16 @@ class Learner(TrainingEngine[Any]):
                 continue
             scale = 1 / normalizer(settings, n_tokens, n_sequences)
             plan = self.plan(samples, rows)
-            for number, (micro, batch) in enumerate(load(plan), 1):
-                batch = self._to_device(batch)
-                at = predicting(batch.loss_mask, device)
-                ids, taught = self._likeliest(micro)
-
-                # 1. Forward pass: log-probs and entropies (N,) of the N trained tokens, and of no others.
-                with offloaded_activations() if settings.activation_offloading else nullcontext():
-                    logprobs, entropy, *candidates = _forward(self.policy, batch, at, candidates=ids)
-                balance = self.policy.routers.balance_loss() if settings.load_balance_coefficient > 0 else None
-                behavior, advantages = _of_trained_tokens(batch, device)
-                at_start = logprobs.detach()
-                if start is not None and (parts := [start[row] for row in micro.rows if row >= 0]):
-                    at_start = torch.cat(parts).to(device)
-
-                # 2. Loss: the objective's ratio is against the sampler, or with a correction against the policy at the
-                # start of the step, and the correction weighs the difference between the two.
-                denominator = at_start if corrects else behavior
-                tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
-                reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
-                distance = None
-                if taught is not None and self.teacher and not isinstance(self.teacher.settings.loss, SampledReverseKL):
-                    away = divergence(candidates[0], taught, self.teacher.settings.loss)
-                    distance = self.teacher.settings.weight * away.to(logprobs.dtype)
-                loss = loss_of(tokens, entropy, reference, at_start, settings, distance)
-                total = loss.total * scale
-                if balance is not None:  # micro-batches and ranks weigh as much as they have trained tokens
-                    share = len(logprobs) / n_tokens / self.ranks.part[1]
-                    total = total + settings.load_balance_coefficient * share * balance
-
-                # 3. Backward pass. `last` lets the sums over ranks begin while the pass is still running.
-                self.backward(total, last=number == len(plan))
-                if settings.activation_offloading and device.type == "cuda":
-                    # Otherwise offloaded copies of two micro-batches would be in main memory at once.
-                    torch.cuda.current_stream(device).synchronize()
-                meter.add(micro, tokens, loss, scale)
-                if isinstance(batch, PackedBatch):
-                    meter.add_packed(len(batch.packing.rows))
+            while not self._accumulated(plan, load, start, n_tokens, scale, meter):
+                self._fall_back(meter)
+                exceeded = {OUT_OF_MEMORY: 1.0}
 
             # 4. Sum the gradients over the ranks, clip them, and make the AdamW step if their norm is finite.
             applied = self.update(self.steps_done + 1)
             meter.update(applied.norms[ALL], applied.finite)
         meter.experts = self.policy.routers.take_counts()
 
-        report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(device))
+        report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(self.ranks.device))
         self.steps_done += 1
         batch_metrics, seconds = batch_report(samples), perf_counter() - began
         position = {
@@ -287,7 +259,75 @@ class Learner(TrainingEngine[Any]):
             "timing/train_s": seconds,
             "tokens_per_second": batch_metrics["tokens/total"] / seconds,
         }
-        return merged(meter=report, batch=batch_metrics, step=position)
+        return merged(meter=report, batch=batch_metrics, step=position, memory=exceeded)
+
+    def _accumulate(
+        self,
+        plan: Sequence[MicroBatch],
+        load: Load,
+        start: dict[int, Tensor] | None,
+        n_tokens: int,
+        scale: float,
+        meter: Meter,
+    ) -> None:
+        """Add up the gradients of an update, whose micro-batches are `plan`."""
+        settings, device, corrects = self.settings, self.ranks.device, self.settings.correction.mode != "none"
+        for number, (micro, batch) in enumerate(load(plan), 1):
+            batch = self._to_device(batch)
+            at = predicting(batch.loss_mask, device)
+            ids, taught = self._likeliest(micro)
+
+            # 1. Forward pass: log-probs and entropies (N,) of the N trained tokens, and of no others.
+            with offloaded_activations() if settings.activation_offloading else nullcontext():
+                logprobs, entropy, *candidates = _forward(self.policy, batch, at, candidates=ids)
+            balance = self.policy.routers.balance_loss() if settings.load_balance_coefficient > 0 else None
+            behavior, advantages = _of_trained_tokens(batch, device)
+            at_start = logprobs.detach()
+            if start is not None and (parts := [start[row] for row in micro.rows if row >= 0]):
+                at_start = torch.cat(parts).to(device)
+
+            # 2. Loss: the objective's ratio is against the sampler, or with a correction against the policy at the
+            # start of the step, and the correction weighs the difference between the two.
+            denominator = at_start if corrects else behavior
+            tokens = Tokens(logprobs, denominator, behavior, advantages, rows=at[0], n_rows=len(batch.loss_mask))
+            reference = self._reference_logprobs(batch, at) if settings.kl_coefficient > 0 else None
+            distance = None
+            if taught is not None and self.teacher and not isinstance(self.teacher.settings.loss, SampledReverseKL):
+                away = divergence(candidates[0], taught, self.teacher.settings.loss)
+                distance = self.teacher.settings.weight * away.to(logprobs.dtype)
+            loss = loss_of(tokens, entropy, reference, at_start, settings, distance)
+            total = loss.total * scale
+            if balance is not None:  # micro-batches and ranks weigh as much as they have trained tokens
+                share = len(logprobs) / n_tokens / self.ranks.part[1]
+                total = total + settings.load_balance_coefficient * share * balance
+
+            # 3. Backward pass. `last` lets the sums over ranks begin while the pass is still running.
+            self.backward(total, last=number == len(plan))
+            if settings.activation_offloading and device.type == "cuda":
+                # Otherwise offloaded copies of two micro-batches would be in main memory at once.
+                torch.cuda.current_stream(device).synchronize()
+            meter.add(micro, tokens, loss, scale, len(batch.packing.rows) if isinstance(batch, PackedBatch) else 0)
+
+    def _accumulated(self, plan: Sequence[MicroBatch], *arguments: Any) -> bool:
+        """Add up the gradients of an update and return True, or return False if the memory is not enough without
+        recomputed activations."""
+        try:
+            self._accumulate(plan, *arguments)
+        except torch.OutOfMemoryError:
+            if not self._may_recompute:
+                raise
+            return False  # the error, which holds activations, is gone then
+        return True
+
+    def _fall_back(self, meter: Meter) -> None:
+        """Recompute activations from now on, and forget what was computed since the last update."""
+        self._may_recompute = False
+        self.discard()
+        meter.discard()
+        self.policy.routers.take_counts()
+        self.policy.recompute_activations()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
         """Return for each sample the log-probs (L,) of its trained tokens, 0 elsewhere. Every rank calls it."""

@@ -18,6 +18,7 @@ from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
 from armature.components.models.context_parallel import ContextParallel, to_device
 from armature.components.models.experts import RouterHooks
+from armature.components.models.load import RECOMPUTATION
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, packed_states, use_packed_attention
 from armature.components.vlm.distillation import candidate_logprobs, likeliest_tokens
@@ -65,11 +66,7 @@ class Policy(nn.Module):
         self.model, self.context = model.eval(), context
         if packing:
             use_packed_attention(base_model(model), context)
-        for module in model.modules():
-            # A checkpointing layer recomputes in training mode only. Its children, where dropout is, stay in evaluation
-            # mode.
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = module.gradient_checkpointing
+        self._set_modes()
         self.temperature, self.autocast = temperature, autocast
         self.routers = RouterHooks(base_model(model))
         head = base_model(model).get_output_embeddings()
@@ -81,6 +78,18 @@ class Policy(nn.Module):
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.head_settings = HeadSettings(temperature, self.softcap, chunk_tokens)
         self.backend: Backend = HEADS[logprobs](self.head_settings, head, device or head.weight.device)
+
+    def recompute_activations(self) -> None:
+        """Recompute activations in backward passes from now on. The results stay the same."""
+        base_model(self.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
+        self._set_modes()
+
+    def _set_modes(self) -> None:
+        for module in self.model.modules():
+            # A checkpointing layer recomputes in training mode only. Its children, where dropout is, stay in evaluation
+            # mode.
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = module.gradient_checkpointing
 
     def forward(
         self,

@@ -66,6 +66,13 @@ OVERHEAD = 1.15
 
 It accounts for CUDA's context, NCCL, fragmentation and short-lived tensors.
 """
+FREE = 0.05
+"""Part of a rank's memory that stays free if activations are kept."""
+IMAGE_TOKENS = 1 / 8
+"""Assumed part of a micro-batch's tokens that stand for images.
+
+It is 1/14 if 8 answers of 400 tokens share a prompt with an image of 256 tokens, and 1/3 for one answer.
+"""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -90,6 +97,20 @@ def expert_values(text: PreTrainedConfig) -> int:
     return used * (2 * text.hidden_size + 4 * text.moe_intermediate_size) if used else 0
 
 
+def vision_tower(config: PreTrainedConfig) -> tuple[int, int, float]:
+    """Return the layers of the vision tower, its width, and the number of its patches that become one token."""
+    vision = config.vision_config
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # both: hidden_size is the language model's
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return layers, width, (vision.image_size // vision.patch_size) ** 2 / tokens
+    if ratio := getattr(config, "downsample_ratio", None):
+        return layers, width, ratio**-2
+    names = ("spatial_merge_size", "scale_factor", "pooling_kernel_size")
+    sides = (getattr(part, name, None) for part in (vision, config) for name in names)
+    return layers, width, next(filter(None, sides), 2 if config.model_type == "molmo2" else 1) ** 2
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Estimated bytes of one rank of the trainer, and of one server's weights."""
@@ -112,6 +133,9 @@ class MemoryEstimate:
     """Bytes that transformer layers save for the backward pass: 34 per token and hidden unit in bf16 (arXiv 2205.05198
     without the attention scores) for each layer; with gradient checkpointing or offloading for one layer. Layers of
     linear attention save a state in fp32 for every 64 tokens, too, and experts what their products read."""
+    images: int
+    """Bytes that the layers of a trained vision tower save for the backward pass, for the assumed part of images in a
+    micro-batch; see `IMAGE_TOKENS`."""
     logits: int
     """Bytes of one chunk of logits in fp32 with its gradient; with `triton` the gradient alone, in the dtype of matrix
     products; with `normal` the logits of a whole micro-batch."""
@@ -125,7 +149,7 @@ class MemoryEstimate:
     def trainer(self) -> int:
         """Return the estimated bytes that one rank of the trainer needs on its device."""
         gathered = self.gathered if self.shards > 1 else 0
-        return self.weights + self.optimizer + gathered + self.activations + self.logits
+        return self.weights + self.optimizer + gathered + self.activations + self.images + self.logits
 
     def over(self, shards: int, sharing: int = 1) -> MemoryEstimate:
         """Return the estimate for the model sharded over `shards` ranks, with sequences shared by `sharing` ranks."""
@@ -156,6 +180,7 @@ class MemoryEstimate:
             "weights": self.weights,
             "gradients, AdamW, master weights": self.optimizer,
             "activations of a micro-batch": self.activations,
+            "activations of its images": self.images,
             "log-prob chunk": self.logits,
         }
         split = "unsharded"
@@ -211,8 +236,12 @@ def estimate_memory_of(
     tokens = trainer.max_tokens_per_micro_batch
     layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
     inputs = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    tower, hidden, patches = vision_tower(config)
+    seen = ceil(tokens * IMAGE_TOKENS * patches) if _trains_vision(model) else 0
     if trainer.activation_offloading:
         layers, inputs = 1, 0
+    # Of the tower's layers, too, one is recomputed at a time, and the inputs of all are kept.
+    images = hidden * width * seen * (17 + (tower if inputs else 0) if layers == 1 else 17 * tower)
     stateful, state = recurrent_layers(text)
     states = min(layers, stateful) * ceil(tokens / CHUNK) * state
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
@@ -232,9 +261,14 @@ def estimate_memory_of(
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
         activations=(17 * text.hidden_size + expert_values(text)) * width * tokens * layers + states + inputs,
+        images=images,
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
+
+
+def _trains_vision(model: ModelSettings) -> bool:
+    return "vision" not in model.freeze and (model.lora is None or model.lora.scope == "all")
 
 
 def chosen_recomputation(
@@ -242,8 +276,8 @@ def chosen_recomputation(
 ) -> ModelSettings:
     """Return `model` with gradient checkpointing "auto" resolved to True or False.
 
-    It is turned on if the `available` bytes of a rank do not have room for the activations of a micro-batch. Results
-    are the same either way.
+    It is turned on if the activations of a micro-batch would leave less than `FREE` of the `available` bytes of a rank.
+    Results are the same either way.
     """
     if model.gradient_checkpointing != "auto":
         return model
@@ -251,7 +285,7 @@ def chosen_recomputation(
     # Estimate without offloading: recomputing activations is faster than offloading all of them.
     in_memory = trainer.model_copy(update={"activation_offloading": False})
     estimate = estimate_memory(source, plain, in_memory, "bfloat16").over(processes.shards, processes.context_parallel)
-    return plain.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
+    return plain.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available * (1 - FREE)})
 
 
 def keeps_gathered(

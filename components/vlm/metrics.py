@@ -49,6 +49,7 @@ class _Added:
     names: Sequence[str]
     sums: Tensor
     """The sums of `Loss.sums`, one for each name in `names`."""
+    computed: int
 
 
 class Meter:
@@ -69,19 +70,23 @@ class Meter:
         self.experts: dict[str, float] = {}
         """Counts of this rank; see `RouterHooks.take_counts`."""
 
-    def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
+    def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float, computed: int) -> None:
         """Add the numbers of a micro-batch, whose loss has the factor `scale`.
 
         This does not wait for the GPU; `update` does.
+
+        Args:
+            computed: number of tokens that a packed micro-batch computed, where a prompt that rows share counts once; 0
+                without packing.
         """
         ratios = (tokens.logprobs - tokens.behavior).detach().float()
         sums = torch.stack([*loss.sums.values(), loss.total.detach().double() * scale])
         lengths, ratios, sums = (value.to("cpu", non_blocking=True) for value in (tokens.lengths, ratios, sums))
-        self._waiting.append(_Added(micro.rows, lengths, ratios, (*loss.sums, "loss"), sums))
+        self._waiting.append(_Added(micro.rows, lengths, ratios, (*loss.sums, "loss"), sums, computed))
 
-    def add_packed(self, tokens: int) -> None:
-        """Count the tokens that a packed micro-batch computed; a prompt that rows share counts once."""
-        self.sums["computed"] += tokens
+    def discard(self) -> None:
+        """Forget the micro-batches added since the last update, which are computed again."""
+        self._waiting.clear()
 
     def update(self, grad_norm: float, applied: bool) -> None:
         """Count an optimizer update of the micro-batches added since the last one.
@@ -99,6 +104,8 @@ class Meter:
         for name, value in sums.items():
             self.sums[name] += value
         self.sums["tokens"] += len(added.log_ratios)
+        if added.computed:
+            self.sums["computed"] += added.computed
         if not self.grad_norms:
             self.sums["first_tokens"] += len(added.log_ratios)
             self.sums["first_mismatch_kl"] += sums["mismatch_kl"]

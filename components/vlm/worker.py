@@ -14,7 +14,7 @@ import torch
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.batches import MultimodalBatch, Sample
-from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.errors import ConfigurationError, DataError, TrainerError
 from armature.components.contracts.images import ImageRef
 from armature.components.families.family import family_of
 from armature.components.inference.command import vocabulary
@@ -31,7 +31,7 @@ from armature.components.training.ranks import Ranks
 from armature.components.training.service_settings import ServiceSettings
 from armature.components.training.service_worker import Command, ServiceWorker
 from armature.components.training.sharding import blocks, sharder
-from armature.components.vlm.client import TrainerPolicySettings
+from armature.components.vlm.client import OUT_OF_MEMORY, RECOMPUTES, TrainerPolicySettings
 from armature.components.vlm.learner import Learner, Teacher
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.logprobs import Policy, answer_probe
@@ -40,6 +40,8 @@ from armature.components.vlm.packing import MicroBatch
 from armature.components.vlm.publish import Publisher
 
 ALL_STEPS = sys.maxsize
+RECOMPUTED = "activations-recomputed"
+"""Name of an empty file in the workspace, if "auto" has turned out to be too much for the memory."""
 logger = logging.getLogger(__name__)
 
 
@@ -118,9 +120,22 @@ class TokenWorker(ServiceWorker):
                 checked.add(ref)
 
     def train(self, command: Command, prepared: list[Sample]) -> dict[str, float]:
-        """Make a training step on the samples, and write their log-ratios if the command asks for them."""
-        with self._load.batch():
-            metrics = self.learner.step(prepared, self._load)
+        """Make a training step on the samples, and write their log-ratios if the command asks for them.
+
+        Raises:
+            TrainerError: the memory of one of several ranks is not enough. After a restart they recompute activations.
+        """
+        recomputed = self.settings.workspace / RECOMPUTED
+        try:
+            with self._load.batch():
+                metrics = self.learner.step(prepared, self._load)
+        except torch.OutOfMemoryError as error:
+            if self.policy.model.gradient_checkpointing != "auto" or recomputed.exists():
+                raise
+            recomputed.touch()
+            raise TrainerError(RECOMPUTES, code="out_of_memory", where=f"rank {self.ranks.rank}") from error
+        if OUT_OF_MEMORY in metrics:
+            recomputed.touch()
         if "log_ratios" in command and self.ranks.first:
             try:
                 write_log_ratios(Path(command["log_ratios"]), prepared, self.learner.log_ratios)
@@ -190,6 +205,8 @@ class TrainerWorker(TokenWorker):
         room = memory_of_rank(settings.processes, ranks.device if ranks.device.type == "cuda" else None)
         trained = policy.trainer, settings.processes, min(ranks.gather(room))
         loaded = chosen_recomputation(policy.model_path, policy.model, *trained)
+        if (settings.workspace / RECOMPUTED).exists():
+            loaded = policy.model.model_copy(update={"gradient_checkpointing": True})
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
         sharded, experts = settings.processes.sharding is not None, settings.processes.sharding == "experts"
@@ -233,6 +250,7 @@ class TrainerWorker(TokenWorker):
             ranks=ranks,
             shard=shard_of(model, weights, sharded and keeps_gathered(policy.model_path, loaded, *trained), experts),
             teacher=teacher,
+            may_recompute=policy.model.gradient_checkpointing == "auto",
         )
         load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers, part=ranks.part)
         super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))

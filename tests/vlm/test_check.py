@@ -10,7 +10,7 @@ import torch
 from armature.components.models.load import load_model
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.learner import Learner
-from armature.components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
+from armature.components.vlm.memory import FREE, GIB, OVERHEAD, chosen_recomputation, estimate_memory
 from tests.builders import make_machine
 from tests.vlm.conftest import model_settings, step, trainer_settings, worker_of
 
@@ -22,8 +22,8 @@ def test_sharded_estimate_is_shard_plus_gathered(tiny):
     sizes = sorted(sum(p.numel() for p in unit.parameters()) for unit in units)
     settings = trainer_settings(autocast="bf16")
     whole = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
-    assert whole.over(1).trainer - whole.activations - whole.logits == parameters * (2 + 4 + 8 + 4)
-    split = whole.over(4).trainer - whole.activations - whole.logits
+    assert whole.over(1).trainer - whole.activations - whole.images - whole.logits == parameters * (2 + 4 + 8 + 4)
+    split = whole.over(4).trainer - whole.activations - whole.images - whole.logits
     assert split == parameters * (4 + 4 + 8) // 4 + 2 * (parameters - sum(sizes[:-2]))
     compared = estimate_memory(
         tiny.folder, model_settings(), trainer_settings(kl_coefficient=0.1, autocast="bf16"), "bfloat16"
@@ -141,7 +141,7 @@ def test_auto_checkpointing_is_on_if_activations_do_not_fit(tiny, processes, sha
     ranks = TrainerProcesses(processes=processes, sharding="full", context_parallel=sharing)
     auto, plain, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
     estimate = estimate_memory(tiny.folder, plain, settings, "float32").over(ranks.shards, sharing)
-    enough = int(estimate.trainer * OVERHEAD) + 1
+    enough = int(estimate.trainer * OVERHEAD / (1 - FREE)) + 1
     chosen = [chosen_recomputation(tiny.folder, auto, settings, ranks, room) for room in (enough, enough - 2)]
     assert chosen == [plain, model_settings(gradient_checkpointing=True)]
     assert chosen_recomputation(tiny.folder, plain, settings, ranks, 0) == plain

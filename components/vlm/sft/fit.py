@@ -15,7 +15,7 @@ from armature.components.contracts.stages import TRAINING, Events
 from armature.components.machine.process import Scratch
 from armature.components.rollouts.batches.table import write_batch
 from armature.components.training.client import run_steps
-from armature.components.vlm.client import TrainerClient
+from armature.components.vlm.client import OUT_OF_MEMORY, RECOMPUTES, TrainerClient
 
 METRICS = {
     "loss": "loss",
@@ -28,6 +28,7 @@ METRICS = {
     "tokens_per_second": "tokens_per_second",
     "timing/train_s": "timing/train",
     "memory/peak_gib": "memory/peak_gib",
+    OUT_OF_MEMORY: OUT_OF_MEMORY,
 }
 """Metrics of the trainer that are meaningful without a sampler, and their names in the history."""
 
@@ -135,6 +136,8 @@ def fit(
 
         def one_step(step: int) -> None:
             metrics = loss.step(step, plan.of(step), batch)
+            if OUT_OF_MEMORY in metrics:
+                events.message(f"step {step}: {RECOMPUTES}")
             if plan.ends_epoch(step):
                 metrics |= evaluated()
             history.append(step, metrics)
