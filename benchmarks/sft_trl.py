@@ -13,6 +13,7 @@ import time
 import warnings
 from pathlib import Path
 
+import step_trl  # noqa: F401 (gives transformers the names that Liger imports)
 import torch
 from datasets import load_from_disk
 from torch.utils.data import SequentialSampler

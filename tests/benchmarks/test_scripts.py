@@ -21,7 +21,7 @@ from benchmarks.table import Row
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-FOREIGN = ("policy_lerobot", "rl_step_trl", "sft_trl", "step_trl", "store_s3", "trl_side")
+FOREIGN = ("policy_lerobot", "rl_step_trl", "sft_trl", "step_trl", "store_s3", "sums_trl", "trl_side")
 """Names of scripts that need packages of another environment, so they cannot run in this one."""
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -43,6 +43,7 @@ GPU_SCRIPTS = [
     ["memory_gpu", "small"],
     ["scaling_gpu", "small", "one", "copies", "A"],
     ["sync_gpu", "small"],
+    ["tools_gpu"],
 ]
 """Arguments of each benchmark that needs a GPU: the name of the script, then arguments that make it small."""
 ROBOT = [

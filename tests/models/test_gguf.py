@@ -62,6 +62,12 @@ def test_prompt_and_answer_are_those_of_the_language_model(folder):
     parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
     for chat in (CHAT, parts):
         assert processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
+    calling = [CHAT[0], {"role": "assistant", "content": None}]
+    assert "<|im_start|>assistant\n<|im_end|>" in processor.apply_chat_template(calling, tokenize=False)
+    loops = jinja2.Environment().parse(processor.chat_template).find_all(jinja2.nodes.For)
+    assert any(
+        isinstance(loop.iter, jinja2.nodes.Getitem) and loop.iter.arg == jinja2.nodes.Const("content") for loop in loops
+    ), "vLLM would render images differently"
     inputs = processor.tokenizer(text, return_tensors="pt")
     answer = model.generate(**inputs, max_new_tokens=1, do_sample=False)[0, -1]
     assert processor.tokenizer.decode(answer) == "Rome"
