@@ -2,8 +2,8 @@
 
 A model of Qwen2.5-VL-3B's sizes with random weights. Each row has an image of its own, so nothing is shared; a pair of
 answers shares its prompt. Ours is the stage `sft`. TRL runs in `.venv-trl` or in the Python that ARMATURE_TRL_PYTHON
-names, with bf16, Liger's layers, FlashAttention 2 and its fastest micro-batch. Both keep activations, and both recompute
-them.
+names, with bf16, Liger's layers, FlashAttention 2 and its fastest micro-batch. Both keep activations, and both
+recompute them.
 
 Usage: python -m benchmarks.sft_gpu [WAY...], a way being METHOD,SIDE,RECOMPUTE,SIZE such as sft,ours,0,24000 (tokens of
 a micro-batch) or dpo,trl,1,8 (rows of it); on a CPU of a small model. Results go to $OUT/sft.json as well.

@@ -142,7 +142,8 @@ def measured(way: str, folder: Path) -> dict[str, Any] | None:
     """Run one way in a process of its own; return None if it fails."""
     out = folder / f"{way}.json"
     command = [sys.executable, "-m", "benchmarks.sums", "--child", way, str(folder), str(out)]
-    if subprocess.run(command).returncode:
+    environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / f"vllm-{way}")}
+    if subprocess.run(command, env=environment).returncode:
         print(f"{way}: failed", flush=True)
         return None
     result = {"way": way} | json.loads(out.read_text())

@@ -2,8 +2,8 @@
 
 Usage: sums_trl.py FOLDER RESULT SEED SAMPLER OPTIONS. FOLDER has `model`, a language model, and `tasks.json`: for each
 split the chats and their answers. SAMPLER is transformers or vllm. OPTIONS is a JSON object: `steps`, `every` (steps
-between evaluations), `groups`, `size` (answers to a prompt), `tokens`, `learning_rate`. RESULT gets the share of correct
-held-out answers by step and the seconds of each step.
+between evaluations), `groups`, `size` (answers to a prompt), `tokens`, `learning_rate`. RESULT gets the share of
+correct held-out answers by step and the seconds of each step.
 """
 
 import json
