@@ -6,13 +6,13 @@ import json
 import subprocess
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
 from armature.commands.arguments import MachineOverrides, Store
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
-from armature.components.contracts.installation import server_environment
+from armature.components.contracts.installation import home_folder, server_environment
 
 app = typer.Typer()
 
@@ -28,7 +28,7 @@ Base = Annotated[
 ]
 
 
-@app.command(epilog="Examples: armature setup; armature setup --folder .venv-vllm; TORCH_BACKEND=cpu armature setup")
+@app.command(epilog="Examples: armature setup; armature setup --lerobot; TORCH_BACKEND=cpu armature setup")
 def setup(
     folder: Annotated[
         Optional[Path],  # noqa: UP045
@@ -38,16 +38,22 @@ def setup(
             file_okay=False,
         ),
     ] = None,
+    lerobot: Annotated[
+        bool,
+        typer.Option(
+            "--lerobot", help="Create the environment of policy.lerobot instead: .venv-lerobot in this folder."
+        ),
+    ] = False,
 ) -> None:
     """Create the environment of the model servers: vLLM for this machine, and Armature's plug-in.
 
     It takes minutes and gigabytes. An existing environment is replaced.
     """
-    make_server_environment(folder)
+    make_other_environment(folder, "lerobot" if lerobot else "vllm")
 
 
-def make_server_environment(folder: Path | None) -> None:
-    """Create the environment of the model servers.
+def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot"]) -> None:
+    """Create the environment of the model servers or of LeRobot's policies.
 
     Args:
         folder: its folder; None: the folder in which runs look for it.
@@ -58,7 +64,7 @@ def make_server_environment(folder: Path | None) -> None:
     """
     from armature.setup import set_up
 
-    folder = folder or server_environment()
+    folder = folder or (server_environment() if name == "vllm" else home_folder() / ".venv-lerobot")
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and any(folder.iterdir()):
         raise ConfigurationError(
             "the folder is not empty and not a Python environment, so it is not changed",
@@ -67,7 +73,7 @@ def make_server_environment(folder: Path | None) -> None:
             remedy="name another one: armature setup --folder .venv-vllm",
         )
     try:
-        set_up("vllm", folder.absolute())
+        set_up(name, folder.absolute())
     except (subprocess.CalledProcessError, OSError) as error:
         raise ArmatureError(
             f"the environment could not be made: {error}",

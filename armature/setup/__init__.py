@@ -224,7 +224,8 @@ def make_environment_of(folder: Path, *packages: str) -> None:
 def make_lerobot_environment(folder: Path) -> None:
     """Create the environment of LeRobot, which needs Python 3.12 and older releases of torch and transformers."""
     create(folder, find_python("3.12"))
-    add(folder, *torch_source(), "--constraint", interop_pins(folder), "lerobot[dataset,molmoact2]")
+    pins = REQUIREMENTS / "interop-lerobot.txt"
+    add(folder, *torch_source(), "--constraint", pins, "lerobot[dataset,diffusion,molmoact2,smolvla]")
     declare_torchvision_operators(folder / "bin/python")
 
 
@@ -252,9 +253,9 @@ def set_up(environment: str, folder: Path) -> None:
     """Create an environment in `folder` and mark it as complete.
 
     Args:
-        environment: "vllm"; in a checkout also "project", "image" (for infra/images), "trl" (for a benchmark), or one
-            that `make interop` needs: "checkov", "cluster", "lerobot", "programs" (OpenEnv and vla-eval), "ray",
-            "verifiers-legacy", "verifiers-v1".
+        environment: "vllm" or "lerobot"; in a checkout also "project", "image" (for infra/images), "trl" (for a
+            benchmark), or one that `make interop` needs: "checkov", "cluster", "programs" (OpenEnv and vla-eval),
+            "ray", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)

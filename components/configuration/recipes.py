@@ -148,6 +148,7 @@ RECIPES = Registry(
         "evaluate/libero": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-perturbed": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-openpi": f"{_ROBOTS}:EvaluateLibero",
+        "evaluate/libero-lerobot": f"{_ROBOTS}:EvaluateLibero",
     },
 )
 """Recipe classes. A key is the whole name of a recipe, or the name of a flow, for all other recipes of the flow."""

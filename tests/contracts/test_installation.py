@@ -100,11 +100,11 @@ def test_setup_imports_only_the_standard_library():
 
 
 def test_setup_does_not_change_a_foreign_folder(tmp_path):
-    from armature.commands.models import make_server_environment
+    from armature.commands.models import make_other_environment
 
     (tmp_path / "thesis.txt").write_text("ten years of work")
     with refused("folder_not_empty", tmp_path):
-        make_server_environment(tmp_path)
+        make_other_environment(tmp_path, "vllm")
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
 
 

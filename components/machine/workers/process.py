@@ -24,6 +24,10 @@ GRACE = 3.0
 """Seconds for an idle worker to exit by itself."""
 
 _ROOT = Path(__file__).parents[4]
+_FOREIGN = (
+    "import runpy, sys; sys.path.append(sys.argv[1]); del sys.argv[:2]; runpy.run_module(sys.argv[0], None, '__main__')"
+)
+"""Program that runs a module in another environment, whose own packages come before those beside our code."""
 _PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
 
 
@@ -46,14 +50,17 @@ class WorkerProcess:
         timeout: float,
         env: Mapping[str, str | None] | None = None,
         most_bytes: int = MOST_BYTES,
+        python: str | None = None,
     ) -> None:
         """
         Args: see `make_worker`.
+            python: interpreter of another environment, whose packages the module then imports; None: this one.
         """
         self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
-        self._most_bytes = most_bytes
+        self._most_bytes, self._python = most_bytes, python
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._env = {**importable(), **threads, **(env or {})}
+        paths: dict[str, str | None] = {**importable()} if python is None else {"PYTHONPATH": None}
+        self._env = {**paths, **threads, **(env or {})}
         self._lock = threading.Lock()
         self._program: Program | None = None
         self._requests: Requests
@@ -122,6 +129,8 @@ class WorkerProcess:
         self._requests = Requests(ours)
         with theirs:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
+            if self._python is not None:
+                command = [self._python, "-P", "-c", _FOREIGN, str(_ROOT), *command[2:]]
             self._program = Program(command, env=self._env, grace=1.0, pass_fds=[theirs.fileno()])
         self.starts += 1
         number = new_number()

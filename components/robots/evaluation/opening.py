@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armature.components.contracts.machine import available_cpus
+from armature.components.models.source import locate
 from armature.components.robots.evaluation.robot import refuse_cameras, refuse_external
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
 from armature.components.robots.libero.settings import IMAGES
+from armature.components.robots.policies.lerobot.process import LeRobotPolicy
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
-from armature.components.robots.policies.settings import ServedPolicySettings
+from armature.components.robots.policies.settings import LeRobotPolicySettings, ServedPolicySettings
+from armature.components.robots.policies.source import POLICY
 from armature.components.robots.server.client import ServedPolicy
 
 
@@ -34,14 +38,28 @@ def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> MolmoAct2Po
     return policy
 
 
-def open_external(external: ServedPolicySettings, settings: EvaluateLiberoStageSettings) -> ServedPolicy:
+def open_external(
+    external: ServedPolicySettings | LeRobotPolicySettings,
+    source: Path,
+    settings: EvaluateLiberoStageSettings,
+    threads: int,
+) -> ServedPolicy | LeRobotPolicy:
     """Connect to a policy of another program, after checking that it fits the simulator.
 
+    Args:
+        source: artifact of the policy.
+        threads: CPU threads of a process that computes the policy; 0: as many as there are cores.
+
     Raises:
-        ConfigurationError: see `refuse_external` and `ServedPolicy`.
+        ConfigurationError: see `refuse_external`, `ServedPolicy` and `LeRobotPolicy`.
+        DataError: the checkpoint of LeRobot is invalid, or has changed since the artifact was made.
         ServerError: see `ServedPolicy`.
     """
     refuse_external(external, settings)
-    names, plan = settings.simulator.camera_name_mapping, settings.evaluation
+    plan = settings.evaluation
+    if isinstance(external, LeRobotPolicySettings):
+        folder = locate(source, kind=POLICY)
+        return LeRobotPolicy(external, folder, plan.n_action_steps, plan.rows_per_pass, threads or available_cpus())
+    names = settings.simulator.camera_name_mapping
     cameras = [f"{IMAGES}{names[camera]}" for camera in external.conventions.cameras]
     return ServedPolicy(external, cameras, plan.n_action_steps, plan.rows_per_pass)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.machine.project import project_source
 from armature.components.robots.datasets.source import DatasetSource
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, LiberoEvaluationSettings
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
-from armature.components.robots.policies.settings import ExternalPolicySettings, RobotConventions
+from armature.components.robots.policies.lerobot.process import lerobot_facts
+from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotConventions, ServedPolicySettings
 
 ACTION_SIZE, STATE_SIZE = 7, 8
 """Number of values of an action and of a state. An action has 6 numbers for the end effector and 1 for the gripper. A
@@ -26,7 +29,7 @@ _REMEDY = "leave out the sections evaluation and simulator: then the error of he
 
 
 def libero_conventions(simulator: SimulatorSettings) -> RobotConventions:
-    """Return the conventions of LIBERO's actions and of our observations of it, which are those of its datasets."""
+    """Return the conventions of LIBERO's actions and of our observations, the same as in its datasets."""
     return RobotConventions(
         cameras=tuple(simulator.camera_name_mapping),
         image_rotation="upright",
@@ -74,19 +77,33 @@ def refuse_disagreement(name: str, declared: Mapping[str, Any], other_name: str,
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def refuse_external(external: ExternalPolicySettings, settings: EvaluateLiberoStageSettings) -> None:
+def refuse_external(
+    external: ServedPolicySettings | LeRobotPolicySettings, settings: EvaluateLiberoStageSettings
+) -> None:
     """Check that a policy of another program fits the simulator and the settings of the evaluation.
 
     Raises:
         ConfigurationError: their conventions disagree, or a setting would have no effect.
     """
-    conventions = libero_conventions(settings.simulator)
-    refuse_disagreement(
-        "policy.server.conventions", external.conventions.model_dump(), "the simulator", conventions.model_dump()
-    )
+    simulator, declared = settings.simulator, external.conventions.model_dump()
+    name = "policy.lerobot" if isinstance(external, LeRobotPolicySettings) else "policy.server"
+    refuse_disagreement(f"{name}.conventions", declared, "the simulator", libero_conventions(simulator).model_dump())
+    if isinstance(external, LeRobotPolicySettings):
+        facts = lerobot_facts(Path(project_source(external.path)))
+        sizes = {"state_dimensions": facts.state_dimensions, "action_dimensions": facts.action_dimensions}
+        views = [f"{IMAGES}{simulator.camera_name_mapping[camera]}" for camera in declared["cameras"]]
+        shape = (3, simulator.resolution, simulator.resolution)
+        refuse_disagreement(
+            "the policy's config.json",
+            {**sizes, "cameras": tuple(facts.cameras), "images": tuple(facts.cameras.values())},
+            "the simulator",
+            {**declared, "cameras": tuple(views), "images": (shape,) * len(views)},
+        )
     plan, fields = settings.evaluation, LiberoEvaluationSettings.model_fields
     if unused := [name for name in COMPUTED_HERE if getattr(plan, name) != fields[name].default]:
         raise ConfigurationError(

@@ -55,7 +55,7 @@ def evaluate_libero(
     chosen = read_settings(source)
     if chosen is not None and chosen.external is not None:
         with (
-            open_external(chosen.external, settings) as external,
+            open_external(chosen.external, source, settings, context.machine.threads) as external,
             open_simulators(settings.simulator, context.machine, plan.batch) as processes,
         ):
             if not external.seeded:

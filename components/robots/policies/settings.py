@@ -135,6 +135,13 @@ class ServedPolicySettings(ExternalPolicySettings):
         return self
 
 
+class LeRobotPolicySettings(ExternalPolicySettings):
+    """A checkpoint that LeRobot saved, computed by LeRobot in a process of its own environment."""
+
+    path: str = Field(min_length=1)
+    """Folder of the checkpoint: outputs/train/act/checkpoints/last/pretrained_model."""
+
+
 class RobotPolicySettings(Settings):
     """Checkpoint of a robot policy and facts about its robot; the defaults are LeRobot's.
 
@@ -152,6 +159,8 @@ class RobotPolicySettings(Settings):
     """Sizes of a small policy with random weights, made instead of reading a checkpoint."""
     server: ServedPolicySettings | None = None
     """A policy behind a server; all other settings are then left out."""
+    lerobot: LeRobotPolicySettings | None = None
+    """A policy of LeRobot's, computed by LeRobot; all other settings are then left out."""
     revision: str | None = None
     """Commit of the hub checkpoint; required for hub names."""
     checkpoint_revision: str | None = None
@@ -211,13 +220,14 @@ class RobotPolicySettings(Settings):
     """Data type of the weights."""
 
     @property
-    def external(self) -> ServedPolicySettings | None:
+    def external(self) -> ServedPolicySettings | LeRobotPolicySettings | None:
         """Settings of a policy that another program computes; None for a policy of our own."""
-        return self.server
+        return self.server or self.lerobot
 
     @model_validator(mode="after")
     def _external_alone(self) -> Self:
-        others = sorted(self.model_dump(exclude_defaults=True).keys() - {"server"})
-        if self.server is not None and others:
-            raise ValueError(f"server: another program has the policy, so {', '.join(others)} would have no effect")
+        settings = self.model_dump(exclude_defaults=True)
+        for name in settings.keys() & {"server", "lerobot"}:
+            if others := sorted(settings.keys() - {name}):
+                raise ValueError(f"{name}: another program has the policy, so {', '.join(others)} would have no effect")
         return self

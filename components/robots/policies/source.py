@@ -62,13 +62,22 @@ def read_settings(folder: Path) -> RobotPolicySettings | None:
 
 
 def policy_source(settings: RobotPolicySettings) -> str:
-    """Return the folder or hub name of the policy's checkpoint; "" for a tiny or external policy.
+    """Return the folder or hub name of the policy's checkpoint; "" for a tiny or served policy.
 
     Raises:
-        ConfigurationError: no source or more than one is set, or the settings of a tiny policy contradict each other.
+        ConfigurationError: no source or more than one is set, the settings of a tiny policy contradict each other, or
+            the folder of a LeRobot policy does not exist.
     """
     if settings.external is not None:
-        return ""
+        folder = project_source(settings.lerobot.path) if settings.lerobot is not None else ""
+        if folder and not Path(folder).is_dir():
+            raise ConfigurationError(
+                "the folder of the LeRobot policy does not exist",
+                code="lerobot_folder_missing",
+                where=f"policy.lerobot.path, {folder}",
+                remedy="name a folder pretrained_model; for a hub repository: hf download NAME --local-dir FOLDER",
+            )
+        return folder
     if settings.tiny is None:
         if source := settings.path or settings.checkpoint_path:
             return project_source(source)

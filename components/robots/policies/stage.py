@@ -17,7 +17,7 @@ def run_policy(
     """Write a policy to `out`.
 
     It is `checkpoint/` for a tiny one, `source.json` and `policy.json` for a folder or hub name, and `policy.json` for
-    one that another program computes.
+    one behind a server.
 
     Weights of a folder or hub name are not copied; `load_policy(out)` follows the reference. `policy.json` holds the
     settings, completed by the checkpoint's entry `norm_tag` or by the settings that LeRobot saved.
@@ -26,10 +26,13 @@ def run_policy(
         ConfigurationError: no source or more than one is set, a hub name has no revision, or norm_tag is unknown.
         DataError: the folder or repository does not exist, or a file of the checkpoint is missing or invalid.
     """
+    from armature.components.models.source import make_reference
     from armature.components.robots.policies.source import POLICY, policy_source, write_settings
 
     source = policy_source(settings)
     if settings.external is not None:
+        if settings.lerobot is not None:
+            make_reference(source, None, POLICY).write(out)
         write_settings(out, settings)
         return StageReport()
     if settings.tiny is not None:
@@ -38,7 +41,6 @@ def run_policy(
         make_tiny_policy(out / "checkpoint", settings)
         context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
         return StageReport()
-    from armature.components.models.source import make_reference
     from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
 
     reference = make_reference(source, settings.revision, POLICY)
@@ -58,7 +60,7 @@ def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]
     from armature.components.models.source import folder_sources
     from armature.components.robots.policies.source import POLICY
 
-    source = settings.path or settings.checkpoint_path
+    source = settings.lerobot.path if settings.lerobot is not None else settings.path or settings.checkpoint_path
     return folder_sources(source, POLICY) if source and settings.tiny is None else {}
 
 

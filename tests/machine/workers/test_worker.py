@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.machine.workers.channel import MOST_BYTES, IdleWorkerLost, WorkerError, encoded
+from armature.components.machine.workers.process import WorkerProcess
 from armature.components.machine.workers.requests import ANYTHING, NOTHING
 from armature.components.machine.workers.worker import Worker, make_worker, workers_on
 from tests.refusals import refused
@@ -360,3 +361,11 @@ def test_worker_and_children_end_with_their_parent() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert all(gone(int(pid)) for pid in out.split()) and len(out.split()) == 2
+
+
+def test_worker_of_another_environment_imports_its_packages_first(monkeypatch, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise SystemExit")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with WorkerProcess(MODULE, {"start": 2}, timeout=60.0, python=sys.executable) as worker:
+        assert worker.call("add", 3, reply=ANYTHING) == 5
+        assert same(worker.call("echo", np.eye(2), reply=ANYTHING), np.eye(2))

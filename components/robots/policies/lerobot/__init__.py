@@ -1,0 +1,1 @@
+"""Policies that LeRobot computes, in a process of LeRobot's environment."""
