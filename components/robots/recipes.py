@@ -329,9 +329,10 @@ class EvaluateLibero(Sections):
         from armature.components.robots.evaluation.robot import refuse_external
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
-        for policy in filter(None, (self.policy, self.against)):
-            if policy.external is not None:
-                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings))
+        for section in ("policy", "against"):
+            policy = getattr(self, section)
+            if policy is not None and policy.external is not None:
+                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings), section)
         refuse_episodes(self.evaluation, self.simulator)
 
 

@@ -83,15 +83,20 @@ def _shown(value: Any) -> str:
 
 
 def refuse_external(
-    external: ServedPolicySettings | LeRobotPolicySettings, settings: EvaluateLiberoStageSettings
+    external: ServedPolicySettings | LeRobotPolicySettings,
+    settings: EvaluateLiberoStageSettings,
+    section: str = "policy",
 ) -> None:
     """Check that a policy of another program fits the simulator and the settings of the evaluation.
+
+    Args:
+        section: the recipe's section that names the policy.
 
     Raises:
         ConfigurationError: their conventions disagree, or a setting would have no effect.
     """
     simulator, declared = settings.simulator, external.conventions.model_dump()
-    name = "policy.lerobot" if isinstance(external, LeRobotPolicySettings) else "policy.server"
+    name = f"{section}.{'lerobot' if isinstance(external, LeRobotPolicySettings) else 'server'}"
     refuse_disagreement(f"{name}.conventions", declared, "the simulator", libero_conventions(simulator).model_dump())
     if isinstance(external, LeRobotPolicySettings):
         facts = lerobot_facts(Path(project_source(external.path)))

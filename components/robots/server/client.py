@@ -240,7 +240,8 @@ class ServedPolicy:
         """
         if isinstance(frame, bytes):
             return unpack(frame)
-        lines = [line.strip() for line in frame.strip().splitlines()] or ["an empty text"]
+        shown = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in frame)  # no escape sequences
+        lines = [line.strip() for line in shown.strip().splitlines()] or ["an empty text"]
         raise ServerError(
             f"the policy server reports an error: {lines[-1]:.300}" if len(lines) > 3 else f"{' '.join(lines):.300}",
             code="policy_server_error",

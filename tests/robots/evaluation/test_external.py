@@ -101,6 +101,13 @@ def test_simulator_settings_are_conventions_too():
         refuse_external(external("ws://a"), EvaluateLiberoStageSettings(simulator=slow, evaluation=settings()))
 
 
+def test_second_policy_is_compared_with_the_simulator_too():
+    recipe = load_recipe("evaluate/libero-openpi").values
+    wrong = external("ws://a", conventions=LIBERO.model_copy(update={"gripper_open": 1.0}))
+    with refused("conventions_disagree", "against.server.conventions"):
+        recipe.model_copy(update={"against": RobotPolicySettings(server=wrong)}).refuse_ahead()
+
+
 def test_rejects_settings_of_an_evaluation_that_would_have_no_effect():
     with refused("setting_without_effect", "evaluation.num_inference_steps"):
         fits(external("ws://a"), num_inference_steps=4)

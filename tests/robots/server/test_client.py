@@ -13,6 +13,7 @@ from armature.components.robots.server import client
 from armature.components.robots.server.client import ServedPolicy
 from armature.components.robots.server.wire import KEY
 from tests.refusals import refused
+from tests.robots.server import conftest
 from tests.robots.server.by_hand import encode
 from tests.robots.server.openpi import HangUp, external, openpi_server
 
@@ -71,7 +72,7 @@ def test_seed_is_sent_to_servers_that_describe_it():
         ({"actions": {"shape": [4, 7]}}, 5, "served_actions_mismatch", "[4, 7]"),
         ({"observation": {**DESCRIBED, "prompt": {}, "depth": {}}}, 5, "served_fields_mismatch", "depth"),
         ({"observation": {"images": {}, "prompt": {}}}, 5, "served_fields_mismatch", "images"),
-        ("ValueError: no weights", 5, "policy_server_error", "no weights"),
+        ("ValueError: \x1b[31mno weights", 5, "policy_server_error", "ValueError:  [31mno weights"),
         (b"\xc1", 5, "message_unreadable", "1 bytes"),
         (encode([1]), 5, "message_not_a_map", "list"),
     ],
@@ -144,3 +145,14 @@ def test_key_is_sent_and_a_refused_one_is_named(monkeypatch, key):
         monkeypatch.setenv(KEY, "the-key-of-the-test")
         with opened(url) as policy:
             assert policy.predict([observation(0)], [0]).shape == (1, 5, 7)
+
+
+def test_our_own_server_answers_with_the_bits_of_its_policy(policy, server, monkeypatch):
+    monkeypatch.setenv(KEY, conftest.KEY)
+    seen = [conftest.observation(conftest.message(k)) for k in range(3)]
+    here = policy.predict(seen, [3, 4, 5])
+    names = {"camera_fields": tuple(seen[0].images), "state_field": conftest.STATE}
+    with ServedPolicy(external(server.url, **names), list(seen[0].images), None, rows=3) as served:
+        assert served.seeded and served.n_action_steps == policy.n_action_steps
+        np.testing.assert_array_equal(served.predict(seen, [3, 4, 5]), here)
+        np.testing.assert_array_equal(served.predict(seen[1:2], [4])[0], here[1])
