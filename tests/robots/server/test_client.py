@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 
 from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.evaluation.episode import EvaluationJournal
+from armature.components.robots.evaluation.run import Evaluation
+from armature.components.robots.evaluation.schedule import plan_episodes
+from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.robots.server import client
 from armature.components.robots.server.client import ServedPolicy
 from armature.components.robots.server.wire import KEY
 from tests.refusals import refused
+from tests.robots.evaluation import playground
+from tests.robots.libero.simulated import needs_libero, simulator
 from tests.robots.server import conftest
 from tests.robots.server.by_hand import encode
 from tests.robots.server.openpi import HangUp, external, openpi_server
@@ -156,3 +163,24 @@ def test_our_own_server_answers_with_the_bits_of_its_policy(policy, server, monk
         assert served.seeded and served.n_action_steps == policy.n_action_steps
         np.testing.assert_array_equal(served.predict(seen, [3, 4, 5]), here)
         np.testing.assert_array_equal(served.predict(seen[1:2], [4])[0], here[1])
+
+
+@pytest.mark.long
+@needs_libero
+def test_policy_plays_libero_with_the_same_actions_here_and_served(policy, server, monkeypatch, tmp_path):
+    monkeypatch.setenv(KEY, conftest.KEY)
+    names = [camera.removeprefix("observation.images.") for camera in (conftest.FRONT, conftest.WRIST)]
+    cameras = dict(zip(("agentview", "robot0_eye_in_hand"), names, strict=True))
+    fields = {"camera_fields": (conftest.FRONT, conftest.WRIST), "state_field": conftest.STATE}
+    played = []
+    with (
+        ServedPolicy(external(server.url, **fields), fields["camera_fields"], None, rows=2) as served,
+        SimulatorProcess(simulator(camera_name_mapping=cameras), timeout=300.0) as process,
+    ):
+        for number, (one, batch) in enumerate([(policy, 1), (served, 2), (served, 1)]):
+            plan = playground.settings(tasks=(0,), episodes_per_task=2, max_steps={"libero_spatial": 8}, batch=batch)
+            episodes = plan_episodes(plan, {"libero_spatial": suite_tasks("libero_spatial")})
+            journal = EvaluationJournal(tmp_path / f"{number}.jsonl")
+            played.append(Evaluation(plan, episodes, journal, lambda _all, _last: None).run(one, [process]))
+    here, *there = ({key: outcome.actions.tobytes() for key, outcome in each.items()} for each in played)
+    assert len(set(here.values())) == 2 and there == [here, here]
