@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -45,6 +48,30 @@ class Events(Protocol):
 
     def message(self, text: str) -> None:
         """Write a line to the log."""
+
+
+SAY_AFTER, SAY_EVERY = 10.0, 30.0
+"""Seconds before the first message that says what a stage waits for, and between later ones."""
+
+
+@contextmanager
+def report_waiting(events: Events, waits_for: Callable[[], str]) -> Iterator[None]:
+    """Within the block, write messages that say what the stage waits for and how long; none if the block is short."""
+    began, ended = time.monotonic(), Event()
+
+    def report() -> None:
+        pause = SAY_AFTER
+        while not ended.wait(pause):
+            events.message(f"waiting for {waits_for()}, {time.monotonic() - began:.0f} s so far")
+            pause = SAY_EVERY
+
+    reporter = Thread(target=report, name="waiting", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,11 @@ class ServerPool:
                     replica.suspect.set()
                     _suspect_other_weights(replica, TransientError(each.reason, "reported by another process"))
 
+    def starting(self) -> list[str]:
+        """Return the name of each server that is not ready yet, with the last line of its log."""
+        waiting = [(each.name, each.server.activity if each.server else "") for each in self.replicas if not each.ready]
+        return [f"{name} ({activity})" if activity else name for name, activity in waiting]
+
     @property
     def in_flight(self) -> int:
         """Number of requests that servers are answering."""

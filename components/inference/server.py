@@ -76,6 +76,11 @@ class VllmServer:
         """Return the server's process and then its child processes; [] if they run on another machine."""
         return self._host.family()
 
+    @property
+    def activity(self) -> str:
+        """Last line of the server's log, shortened: what the server does while it starts."""
+        return _PREFIX.sub("", self.tail(1))[:_ACTIVITY]
+
     def tail(self, lines: int = 30) -> str:
         """Return the last `lines` lines of the server's log."""
         return self._host.tail(lines)
@@ -207,7 +212,7 @@ _PREFIX = re.compile(r"(\(\w+ pid=\d+\) )?(?:([A-Z]+) [\d-]+ [\d:.]+ \[[^\]]*\] 
 """Prefix of a line in vLLM's log: process, level, time and source. Lines of tracebacks on stderr may have none."""
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
-_LONGEST_CAUSE = 1000
+_LONGEST_CAUSE, _ACTIVITY = 1000, 80
 
 
 def cause_of(log: str) -> str:

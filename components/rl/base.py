@@ -173,8 +173,8 @@ class TrainingRun(ABC):
     def save(self, step: int) -> None:
         """Start writing a checkpoint if one is due after `step`.
 
-        There is none after the last step, whose weights are published: a run that is killed before their end, or is
-        prolonged, applies the batches since the last checkpoint again.
+        The last step has no checkpoint, because its weights are published. A run that is killed before they are, or
+        that is prolonged, applies the batches since the last checkpoint again.
         """
         if step % self.plan.save_every == 0 and step < self.plan.last:
             self._of_trainer(step, self.trainer.save)

@@ -18,7 +18,7 @@ from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import open_store
 from armature.components.contracts.episodes import Environment
 from armature.components.contracts.errors import ConfigurationError, TrainerError
-from armature.components.contracts.stages import Artifact, ResultT, StageContext
+from armature.components.contracts.stages import Artifact, ResultT, StageContext, report_waiting
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.environments.stage import load_tasks
@@ -194,13 +194,19 @@ def open_parts(
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")
         resumed = starter.submit(_start, parts)
+
+        def missing() -> str:
+            return ", ".join(["the trainer"] * (not resumed.done()) + parts.servers.starting())
+
         try:
-            if parts.trainer.settings.processes.server_share is not None:
-                # vLLM measures the free memory of its GPU at the start, so the trainer on that GPU loads its weights
-                # before.
-                resumed.result()
-            with portal.wrap_async_context_manager(parts.servers):
-                done = resumed.result()
+            with ExitStack() as opened:
+                with report_waiting(context.events, missing):
+                    if parts.trainer.settings.processes.server_share is not None:
+                        # vLLM measures the free memory of its GPU at the start, so the trainer on that GPU loads its
+                        # weights before.
+                        resumed.result()
+                    opened.enter_context(portal.wrap_async_context_manager(parts.servers))
+                    done = resumed.result()
                 run = RLRun(settings, context, store, parts, portal)
                 named, last = context.machine.skip_batches, settings.trainer.max_steps
                 run.skipped = skipped_batches(context.workspace, named, done, last)

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from armature.components.contracts.batches import Sample
 from armature.components.contracts.episodes import Environment, Task
 from armature.components.contracts.metrics import merged
 from armature.components.contracts.rollouts import GenerateOutputs
-from armature.components.contracts.stages import Artifact, StageContext
+from armature.components.contracts.stages import Artifact, StageContext, report_waiting
 from armature.components.environments.mixture import EnvironmentMixture
 from armature.components.inference.client import Completion
 from armature.components.inference.pool import ServerPool
@@ -120,6 +121,7 @@ class RLRun(TrainingRun):
         self._sampler = SignalSampler(parts.tasks, plan)
         self._rollout_metrics: dict[int, dict[str, float]] = {}
         self._room = asyncio.Semaphore(context.machine.limits.max_concurrent)
+        self._trained = False
 
     @property
     def version(self) -> int:
@@ -190,7 +192,9 @@ class RLRun(TrainingRun):
         write_batch(folder, samples)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
-        metrics = self.trainer.step(step, batch.path, ratios_file(self.context.workspace, step))
+        first, self._trained = not self._trained, True
+        with self._compiling("the first gradients") if first else nullcontext():
+            metrics = self.trainer.step(step, batch.path, ratios_file(self.context.workspace, step))
         if OUT_OF_MEMORY in metrics:
             self.context.events.message(f"step {step}: {RECOMPUTES}")
         bounds = self.settings.preflight
@@ -257,7 +261,15 @@ class RLRun(TrainingRun):
         folder = self.context.workspace / "preflight"
         folder.mkdir(exist_ok=True)
         write_batch(folder, samples)
-        return compare(samples, self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else [])
+        if not samples:
+            return compare(samples, [])
+        with self._compiling("log-probs of the pre-flight"):
+            return compare(samples, self._of_trainer(0, lambda: self.trainer.score(folder)))
+
+    def _compiling(self, what: str) -> AbstractContextManager[None]:
+        """Say what the trainer does within the block, which compiles layers if the trainer is to."""
+        compiles = ", whose layers are compiled first" * self.settings.trainer.torch_compile
+        return report_waiting(self.context.events, lambda: f"{what} by the trainer{compiles}")
 
     def _metrics_of(self, outputs: GenerateOutputs) -> dict[str, float]:
         environment = self.parts.environment

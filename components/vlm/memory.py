@@ -240,7 +240,7 @@ def estimate_memory_of(
     seen = ceil(tokens * IMAGE_TOKENS * patches) if _trains_vision(model) else 0
     if trainer.activation_offloading:
         layers, inputs = 1, 0
-    # Of the tower's layers, too, one is recomputed at a time, and the inputs of all are kept.
+    # Recomputation is for one layer of the tower at a time, too, and the inputs of all its layers stay in memory.
     images = hidden * width * seen * (17 + (tower if inputs else 0) if layers == 1 else 17 * tower)
     stateful, state = recurrent_layers(text)
     states = min(layers, stateful) * ceil(tokens / CHUNK) * state

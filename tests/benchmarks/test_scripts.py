@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -21,8 +22,16 @@ from benchmarks.table import Row
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-FOREIGN = ("policy_lerobot", "rl_step_trl", "sft_trl", "step_trl", "store_s3", "sums_trl", "trl_side")
-"""Names of scripts that need packages of another environment, so they cannot run in this one."""
+FOREIGN = {
+    "policy_lerobot": "lerobot/test_benchmarks.py",
+    "rl_step_trl": "trl/test_trl.py",
+    "sft_trl": "trl/test_conversations.py",
+    "step_trl": "trl/test_trl.py",
+    "store_s3": "cluster/test_benchmarks.py",
+    "sums_trl": "trl/test_trl.py",
+    "trl_side": "trl/test_trl.py",
+}
+"""Scripts that need packages of another environment, and the tests in tests/interop that run them at toy size there."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "alfworld": {"GAMES": 1, "GROUP": 2, "STEPS": 2},
@@ -64,6 +73,14 @@ def test_peer_side_imports_existing_names(script: str) -> None:
         beside = (node.module or "").removeprefix("benchmarks.")
         if beside in SCRIPTS:
             assert {alias.name for alias in node.names} <= names_of(beside)
+
+
+@pytest.mark.parametrize("script", FOREIGN)
+def test_peer_side_is_run_by_a_test(script: str) -> None:
+    """The test names the script, or a benchmark that starts it."""
+    starts = [other for other in SCRIPTS if f'"{script}.py"' in (BENCHMARKS / f"{other}.py").read_text()]
+    test = (BENCHMARKS.parent / "tests/interop" / FOREIGN[script]).read_text()
+    assert any(re.search(rf"\b{name}\b", test) for name in (script, *starts))
 
 
 def test_benchmark_page_shows_the_results() -> None:

@@ -162,6 +162,16 @@ def test_cause_of_a_real_server(tmp_path):
     assert "Traceback" not in caught.value.what
 
 
+def test_starting_server_says_what_it_does(tmp_path, checkpoint):
+    line = prefixed("(EngineCore pid=7) INFO 11-29 13:00:00 [loader.py:501] ", "Loading weights took 0.02 seconds")
+    machine = make_machine(servers__python=script(tmp_path, f'echo "{line}"\nexec sleep 60'), ready_timeout=1.0)
+    server = VllmServer(SETTINGS, machine, index=0, log_folder=tmp_path, api_key="secret")
+    assert server.activity == ""
+    with refused("server_not_ready"):
+        asyncio.run(server.start(checkpoint("a")))
+    assert server.activity == "Loading weights took 0.02 seconds"
+
+
 def test_server_that_is_never_ready_is_stopped(tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
     python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
