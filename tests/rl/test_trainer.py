@@ -30,6 +30,8 @@ from armature.components.rl.base import TrainingRun
 from armature.components.rl.config import MultimodalRLConfig
 from armature.components.rl.trainer import MultimodalGRPOTrainer
 from armature.components.rollouts.batches.table import read_batch
+from armature.components.vlm.client import RECOMPUTES
+from armature.components.vlm.learner import Learner
 from armature.train_multimodal import InferenceTable, start_server
 from tests.refusals import refused
 from tests.vlm.conftest import LORA, Tiny, make_tiny, model_settings, tiny
@@ -233,7 +235,7 @@ def test_last_step_has_no_checkpoint_and_is_repeated_after_a_kill(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(folder: Path) -> dict[str, torch.Tensor]:
-        colors_trainer(tiny, config(folder, save_steps=1)).train()
+        colors_trainer(tiny, config(folder, save_steps=1, max_steps=2)).train()
         return load_file(folder / "final/model.safetensors")
 
     straight = trained(tmp_path / "straight")
@@ -241,10 +243,31 @@ def test_last_step_has_no_checkpoint_and_is_repeated_after_a_kill(
         patch.setattr(TrainingRun, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         trained(tmp_path / "killed")
     killed = trained(tmp_path / "killed")
-    assert samplers[-1].asked == 0 and [one["step"] for one in run(tmp_path / "killed")] == [1, 2, 3, 3]
+    assert samplers[-1].asked == 0 and [one["step"] for one in run(tmp_path / "killed")] == [1, 2, 2]
     assert all(torch.equal(value, killed[name]) for name, value in straight.items())
     for folder in ("straight", "killed"):
-        assert {path.parent.name for path in (tmp_path / folder).rglob("state.json")} == {"step-000001", "step-000002"}
+        assert {path.parent.name for path in (tmp_path / folder).rglob("state.json")} == {"step-000001"}
+
+
+def test_step_that_ran_out_of_memory_says_so_once(
+    tiny: Tiny,
+    tmp_path: Path,
+    samplers: list[LocalSampler],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    accumulate, calls = Learner._accumulate, []
+
+    def fails_once(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        accumulate(*arguments)
+
+    monkeypatch.setattr(Learner, "_accumulate", fails_once)
+    colors_trainer(tiny, config(tmp_path, max_steps=2)).train()
+    assert capsys.readouterr().out.count(RECOMPUTES) == 1 and len(calls) == 3
+    assert [row.get("out_of_memory") for row in run(tmp_path)] == [1, None]
 
 
 def test_sync_interval_is_respected(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:

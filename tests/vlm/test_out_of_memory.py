@@ -35,13 +35,17 @@ def plant(learner: Learner, pass_number: int, when: str, always: bool = False) -
 
 def make(tiny: Tiny, may_recompute: bool = True, **changes: Any) -> Learner:
     settings = trainer_settings(samples_per_update=4, max_rows_per_micro_batch=2, max_steps=9, **changes)
-    return Learner(tiny.model(), settings, temperature=1.0, may_recompute=may_recompute)
+    model = tiny.model(dtype=changes.get("weights", "float32"))
+    return Learner(model, settings, temperature=1.0, may_recompute=may_recompute)
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_repeated_update_equals_an_undisturbed_one(tiny: Tiny, when: str, packing: bool) -> None:
-    samples, expected, learner = tiny.samples(8, seed=1), make(tiny, packing=packing), make(tiny, packing=packing)
+@pytest.mark.parametrize(
+    ("when", "changes"),
+    [("forward", {"packing": False}), ("backward", {"packing": True}), ("backward", {"weights": "bfloat16"})],
+    ids=["padded", "packed", "bf16"],
+)
+def test_repeated_update_equals_an_undisturbed_one(tiny: Tiny, when: str, changes: dict[str, Any]) -> None:
+    samples, expected, learner = tiny.samples(8, seed=1), make(tiny, **changes), make(tiny, **changes)
     plant(learner, 4, when)  # in the second micro-batch of the second of two updates
     plain, disturbed = stepped(expected, tiny, samples), stepped(learner, tiny, samples)
     assert_same_step(disturbed, plain)
