@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import rl_step_gpu, step_gpu, trl_step
+from benchmarks import rl_step_gpu, step_gpu, sums, trl_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")]
 
@@ -41,3 +41,11 @@ def test_trl_side_of_the_whole_step_runs(way, tmp_path, monkeypatch):
     question = rl_step_gpu.checkpoint(tmp_path / "model")
     result = rl_step_gpu.measured(way, tmp_path / "model", question, 0)
     assert len(result["seconds"]) == len(result["sampled"]) == 1 and all(result["norms"])
+
+
+def test_trl_side_of_the_learning_curves_runs(tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr(sums, "SIZES", sums.Sizes(steps=1, every=1, heldout=2, train=2, groups=1))
+    sums.write_for_trl(tmp_path)
+    result = sums.theirs("transformers", 0, tmp_path)
+    assert set(result["accuracy"]) == {"0", "1"} and len(result["seconds"]) == 1
