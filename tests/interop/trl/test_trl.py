@@ -43,6 +43,7 @@ def test_trl_side_of_the_whole_step_runs(way, tmp_path, monkeypatch):
     assert len(result["seconds"]) == len(result["sampled"]) == 1 and all(result["norms"])
 
 
+@pytest.mark.long
 def test_trl_side_of_the_learning_curves_runs(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(sums, "SIZES", sums.Sizes(steps=1, every=1, heldout=2, train=2, groups=1))
