@@ -421,10 +421,10 @@ def refuse_other_data(folder: Path, digest: str) -> None:
     """Check that the training in `folder` resumes with the rows and rewards that it had, and record their digest.
 
     Raises:
-        ConfigurationError: the folder has checkpoints of a training with other rows or rewards.
+        ConfigurationError: the folder has checkpoints or the result of a training with other rows or rewards.
     """
     record = folder / "data" / "digest"
-    resumes = any((folder / "checkpoints").glob("[!.]*"))
+    resumes = (folder / "final").exists() or any((folder / "checkpoints").glob("[!.]*"))
     if resumes and record.exists() and record.read_text() != digest:
         raise ConfigurationError(
             "the folder has a training with other rows, rewards or weights of rewards",

@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+from armature.components.artifacts.json_lines import History
 from armature.components.contracts.errors import ArmatureError, RolloutFailed
 from armature.components.environments.dataset.python_rows import write_rows
 from armature.components.rewards.callables import CallableReward
@@ -178,7 +179,7 @@ def test_interrupted_training_resumes_with_equal_rows(tiny: Tiny, tmp_path: Path
         for max_steps in ends:
             options = small(folder, max_steps=max_steps, save_steps=1)
             MultimodalGRPOTrainer(str(tiny.folder), config=options, reward_funcs=letters, train_dataset=rows()).train()
-    one, other = run(tmp_path / "straight"), run(tmp_path / "stopped")
+    one, other = (History(tmp_path / name / "history.jsonl").read() for name in ("straight", "stopped"))
     compared = ("reward", "grad_norm", "mismatch_kl", "policy_version/max")
     assert [[row[name] for name in compared] for row in one] == [[row[name] for name in compared] for row in other]
     assert len(one) == 2 and one[1]["grad_norm"] > 0
