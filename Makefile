@@ -24,9 +24,9 @@ test: environments  ## the tests; choose with ARGS="-m 'not slow and not long'"
 end-to-end: environments  ## whole runs as users start them: recipes, examples, a newcomer's first hour, flows on Prefect, the platform and its pages
 	$(PYTEST) tests/end_to_end tests/examples tests/first_hour tests/flows tests/platform $(ARGS)
 
-long: environments .venv-trl/.made  ## the tests that take long and that `make test` and `make end-to-end` leave out
+long: environments .venv-trl/.made .venv-lerobot/.made  ## the tests that take long and that `make test` and `make end-to-end` leave out
 	$(PYTEST) -m long -o norecursedirs="chaos images interop learns production .*" tests $(ARGS)
-	$(BIN)/python -m pytest -m long tests/interop/trl $(ARGS)
+	$(BIN)/python -m pytest -m long tests/interop/trl tests/interop/lerobot $(ARGS)
 
 learns: environments  ## whole curves: recipes with three seeds, held-out accuracy before and after; hours; choose with ARGS="-k zoom"
 	$(BIN)/python -m pytest -s tests/learns $(ARGS)

@@ -45,7 +45,7 @@ LEARNING_RATE, EPSILON, BETA = 1e-6, 1e-8, 0.1
 WAYS = tuple(
     f"{method},{way}"
     for method in ("sft", "dpo")
-    for way in ("ours,0,24000", "trl,0,8", "trl,0,16", "ours,1,60000", "trl,1,8", "trl,1,16")
+    for way in ("ours,0,12000", "trl,0,8", "trl,0,16", "ours,1,24000", "trl,1,8", "trl,1,16")
 )
 TEMPLATE = (
     "{% for m in messages %}{% if not loop.first %}\n{% endif %}<|im_start|>{{ m['role'] }}\n"

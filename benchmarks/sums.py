@@ -5,7 +5,7 @@ number of steps. Every few steps both answer the same held-out questions, sample
 
 Usage: python -m benchmarks.sums [at-once] [WAY...], a way being SIDE,SEED: ours,0 trl,0, or trl-vllm,0 for TRL with
 vLLM in its process; `at-once` runs all ways at the same time. On a CPU it asks few questions, to see that it runs.
-Results go to $OUT/sums.json. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the Pythons that have vLLM and TRL.
+Results go to $OUT/sums.json, curves to $OUT/sums.png. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the Pythons that have vLLM and TRL.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Sizes:
         values |= {"machine.store": store} if store else {}
         if CUDA:
             values |= {"machine.servers.gpus": [[0]], "machine.trainer.gpus": [0]}
-            values |= {"machine.servers.weight_transfer": "ipc"}
             arguments = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": 2 * 1024**3}
             values |= {f"machine.servers.arguments.{name}": value for name, value in arguments.items()}
         return load_recipe(self.NAME, [f"{key}={json.dumps(value)}" for key, value in values.items()])
@@ -151,6 +150,28 @@ def measured(way: str, folder: Path) -> dict[str, Any] | None:
     return result
 
 
+def draw(results: list[dict[str, Any]], file: Path) -> None:
+    """Draw the held-out accuracy of each side over steps and over training seconds: the seeds and their mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 3.4), layout="constrained")
+    for axes, over in zip(figure.subplots(1, 2, sharey=True), ("steps", "seconds of training"), strict=True):
+        for number, side in enumerate(sorted({result["way"].split(",")[0] for result in results})):
+            curves = [result for result in results if result["way"].split(",")[0] == side]
+            steps = [int(step) for step in curves[0]["accuracy"]]
+            places = [[step if over == "steps" else sum(one["seconds"][:step]) for step in steps] for one in curves]
+            rates = [list(one["accuracy"].values()) for one in curves]
+            for place, rate in zip(places, rates, strict=True):
+                axes.plot(place, rate, color=f"C{number}", alpha=0.3)
+            mean = [[sum(column) / len(column) for column in zip(*rows, strict=True)] for rows in (places, rates)]
+            axes.plot(*mean, color=f"C{number}", label=f"{side}, {len(curves)} seeds")
+        axes.set(xlabel=over, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    figure.axes[0].set_ylabel("accuracy on held-out sums")
+    figure.savefig(file, dpi=100)
+
+
 def line_of(result: dict[str, Any]) -> str:
     shown = {}
     for step, share in result["accuracy"].items():
@@ -174,7 +195,9 @@ def main(words: list[str]) -> None:
         for done in as_completed([pool.submit(measured, way, Path(name)) for way in ways]):
             if (result := done.result()) is not None:
                 results.append(result)
-                (Path(os.environ.get("OUT", ".")) / "sums.json").write_text(json.dumps(results, indent=1) + "\n")
+                out = Path(os.environ.get("OUT", "."))
+                (out / "sums.json").write_text(json.dumps(results, indent=1) + "\n")
+                draw(results, out / "sums.png")
 
 
 if __name__ == "__main__":

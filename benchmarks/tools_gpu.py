@@ -1,7 +1,8 @@
 """Rollouts with tool calls on one GPU: tokens per second, and agreement of trainer and server in every turn.
 
 A model of Qwen2.5-VL-3B's sizes with random weights, and a vLLM server on the same GPU. Random weights write no call,
-so any text counts as a call of `zoom`, whose result is an image of 448 x 448. A rollout ends after four calls. The text
+so any text counts as a call of `zoom`, whose result is an image of 448 x 448. A rollout ends after four calls, or
+when no turn fits into the model any more. The text
 of random tokens has other tokens when it is read again, so a trainer that tokenized texts would train on those.
 
 Usage: python -m benchmarks.tools_gpu, on a CPU of a small model. ARMATURE_TEST_VLLM_PYTHON names the Python that has
@@ -76,7 +77,7 @@ def rollouts(folder: Path, images: ImageStore, model: ModelSettings) -> list[tup
         servers = MachineServers(python=python, gpus=((0,),), arguments={"gpu_memory_utilization": 0.5})
     machine = Machine(servers=servers)
     settings = ServerSettings(
-        max_model_len=4096, max_images_per_prompt=CALLS + 1, dtype="bfloat16" if CUDA else "float32"
+        max_model_len=8192, max_images_per_prompt=CALLS + 1, dtype="bfloat16" if CUDA else "float32"
     )
     environment = make_environment(
         EnvironmentSettings(
@@ -114,7 +115,7 @@ def rollouts(folder: Path, images: ImageStore, model: ModelSettings) -> list[tup
 def agreement(folder: Path, images: ImageStore, model: ModelSettings, outputs: GenerateOutputs) -> dict[str, Any]:
     """Compare trainer and server turn by turn, and count turns whose text has other tokens when it is read again."""
     processor = load_processor(folder, model)
-    adapter = get_adapter(folder, processor, images.open, 4096)
+    adapter = get_adapter(folder, processor, images.open, 8192)
     samples, drops = adapter.samples(outputs)
     assert not drops, drops
     loaded = load_model(folder, model).to(DEVICE)
@@ -150,7 +151,7 @@ def agreement(folder: Path, images: ImageStore, model: ModelSettings, outputs: G
             other_tokens += again != [token for token in ids.tolist() if token != processor.tokenizer.eos_token_id]
     whole = compare(samples, scores)
     return {
-        "kl_by_turn": [float(np.mean(np.expm1(d) - d)) for d in map(np.concatenate, by_turn)],
+        "kl_by_turn": [float(np.mean(np.expm1(d) - d)) for d in map(np.concatenate, filter(None, by_turn))],
         "tokens_by_turn": [int(sum(map(len, parts))) for parts in by_turn],
         "mismatch_kl": whole.mismatch_kl,
         "max_difference": whole.max_difference,

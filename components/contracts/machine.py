@@ -62,7 +62,7 @@ class MachineServers(Settings):
     last version, whose weights servers keep in main memory. nccl and ipc: directly between GPUs."""
     sync_tolerance: PositiveFloat | None = None
     """Largest root mean square difference, in nats, between a server's and the trainer's log-probs of a fixed prompt
-    after new weights were loaded. Default: 1e-4 if both compute in float32 on CPU, 5e-3 in float32 on a GPU or a joined
+    after new weights were loaded. Default: 1e-4 if both compute in float32 on CPU, 1e-2 in float32 on a GPU or a joined
     server, 0.1 in 16 bits, 0.5 if servers compute in 8 bits."""
 
     @model_validator(mode="after")

@@ -127,10 +127,11 @@ def user_message(image: str) -> list[dict[str, Any]]:
 
 # --- Check that a server holds the weights that it was given ---
 
-CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EXPERTS_SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.3, 0.5
+CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EXPERTS_SIXTEEN_BITS, EIGHT_BITS = 1e-4, 1e-2, 0.1, 0.3, 0.5
 """Largest accepted difference (root mean square, in nats) between two answers to the probe, by device and dtype.
 
-GPUs multiply fp32 as tf32. The values were measured on tiny checkpoints, see docs/operations/servers.md. In 8 bits,
+GPUs multiply fp32 as tf32; 135 M weights in 30 layers differed by 5.7e-3. The other values were measured on tiny
+checkpoints, see docs/operations/servers.md. In 8 bits,
 3.75 B random weights had a mismatch KL of 0.05, which is about 0.3 nats. In 16 bits a router near a tie chooses other
 experts: 128 random experts in four layers differed by 0.11 nats.
 """

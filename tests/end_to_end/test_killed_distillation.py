@@ -34,7 +34,7 @@ OVERRIDES = (
     "teacher.recipe=",
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def made(folder: Path, kind: str) -> list[Path]:

@@ -33,7 +33,7 @@ def processes() -> Iterator[list[SimulatorProcess]]:
         yield [stack.enter_context(SimulatorProcess(SIMULATOR, 300)) for _ in range(4)]
 
 
-@pytest.mark.parametrize("mode", ["continuous", "discrete"])
+@pytest.mark.parametrize("mode", ["continuous", pytest.param("discrete", marks=pytest.mark.long)])
 def test_rollouts_do_not_depend_on_batch_or_processes(mode, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
     if mode == "continuous":

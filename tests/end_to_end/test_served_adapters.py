@@ -91,6 +91,7 @@ def test_published_adapter_equals_the_peft_delta(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_restarted_server_answers_with_the_current_adapter(trained, tmp_path):
     """Adapters in the vision tower too, tied embeddings, a rank that vLLM rounds up."""

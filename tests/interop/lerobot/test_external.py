@@ -27,7 +27,9 @@ def side(tmp_path_factory: pytest.TempPathFactory):
         yield ask
 
 
-@pytest.mark.parametrize("kind", ["act", "diffusion", "smolvla"])
+@pytest.mark.parametrize(
+    "kind", ["act", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("diffusion", "smolvla"))]
+)
 def test_process_returns_the_actions_of_select_action(side, kind, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     images = {name: rng.integers(0, 256, (3, 64, 64, 3), dtype=np.uint8) for name in CAMERAS}
