@@ -5,7 +5,8 @@ number of steps. Every few steps both answer the same held-out questions, sample
 
 Usage: python -m benchmarks.sums [at-once] [WAY...], a way being SIDE,SEED: ours,0 trl,0, or trl-vllm,0 for TRL with
 vLLM in its process; `at-once` runs all ways at the same time. On a CPU it asks few questions, to see that it runs.
-Results go to $OUT/sums.json, curves to $OUT/sums.png. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the Pythons that have vLLM and TRL.
+Results go to $OUT/sums.json, curves to $OUT/sums.png. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the
+Pythons that have vLLM and TRL.
 """
 
 from __future__ import annotations
