@@ -62,7 +62,9 @@ def _tools(settings: EnvironmentSettings, processes: int) -> ToolBox | None:
             where="environment.tools",
             remedy='move them: [environment.args.parts.NAME] with tools = ["zoom"]',
         )
-    if getattr(ENVIRONMENTS[settings.name], "own_tools", False):
+    factory = ENVIRONMENTS[settings.name]
+    arguments = factory.Settings.model_validate(settings.args)
+    if getattr(factory, "own_tools", getattr(arguments, "own_tools", False)):
         raise ConfigurationError(
             f"the environment {settings.name!r} offers tools of its own",
             code="tools_of_program",

@@ -38,7 +38,7 @@ def to_observation(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Obse
     missing = [name for name in settings.images if name not in named]
     if missing:
         raise RolloutFailed("environment_error", f"the observation has no {missing[0]!r}, but {sorted(named)[:20]}")
-    images = [_image(name, named[name]) for name in settings.images if named[name] is not None]
+    images = [read_image(name, named[name]) for name in settings.images if named[name] is not None]
     if not settings.prompt:
         rest = {name: value for name, value in fields.items() if name not in settings.images and name != "metadata"}
         return Observation((*images, json.dumps(rest, ensure_ascii=False)))
@@ -141,7 +141,12 @@ def flattened(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> It
             yield from flattened(value, f"{prefix}{name}.", depth + 1)
 
 
-def _image(name: str, value: Any) -> EncodedImage:
+def read_image(name: str, value: Any) -> EncodedImage:
+    """Return the image that a field holds: a data URL, base64, or rows of pixels.
+
+    Raises:
+        RolloutFailed: it is none of these (`bad_image`).
+    """
     try:
         if isinstance(value, str):
             if value.startswith("data:"):

@@ -47,6 +47,9 @@ class OpenEnvSettings(Settings):
     images: tuple[str, ...] = ()
     """Fields that hold an image: a data URL, base64 of a PNG, JPEG or WebP, or rows of pixels, gray or RGB from 0 to
     255. A field that is null is skipped."""
+    own_tools: bool = False
+    """Offer the server's MCP tools to the policy. Each call is a step, and its result is shown; an answer without calls
+    is an action."""
     action: Literal["json"] | dict[str, Any] = "json"
     """Action in an answer: json for the last JSON object in it, or a table of the action's fields, in whose texts
     {completion} is replaced by the answer: { message = "{completion}" }."""
