@@ -85,7 +85,7 @@ def policy_source(settings: RobotPolicySettings) -> str:
             "the recipe names no policy",
             code="policy_missing",
             where="policy",
-            remedy="set one of policy.checkpoint_path, policy.path, policy.tiny and policy.server",
+            remedy="set one of policy.checkpoint_path, policy.path, policy.tiny, policy.server and policy.lerobot",
         )
     if other := next((name for name in OF_CHECKPOINTS if getattr(settings, name) is not None), None):
         raise ConfigurationError(

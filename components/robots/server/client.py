@@ -29,6 +29,10 @@ PAUSES = (0.5, 2.0, 5.0)
 """Seconds before each further attempt to connect to a server that is gone."""
 TOO_LARGE = 1009
 """Code with which a connection is closed because a message was too large."""
+CLOSING = 2.0
+"""Most seconds in which a connection is closed in order. A server that reads nothing would never let it end."""
+COMPARED = ("observation", "actions", "policy")
+"""Parts of the metadata that stay the same on every connection. Ours have the checkpoint's name in `policy`."""
 ResultT = TypeVar("ResultT")
 
 
@@ -84,8 +88,11 @@ class ServedPolicy:
 
     def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""
-        for row in range(self.rows_per_pass):
-            self._run(self._drop(row))
+
+        async def drop_all() -> None:
+            await asyncio.gather(*map(self._drop, range(self.rows_per_pass)))
+
+        self._run(drop_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -98,6 +105,7 @@ class ServedPolicy:
         """Ask for one chunk per observation: (N, n_action_steps, action dimensions) float32.
 
         Raises:
+            ConfigurationError: a server that was started again describes another policy, or refuses the key.
             DataError: an answer is not a chunk of actions.
             ServerError: the server refuses an observation, is gone, or does not answer within `timeout_s`.
         """
@@ -174,8 +182,9 @@ class ServedPolicy:
                 async with asyncio.timeout(self._settings.timeout_s):
                     if frame is None or self._connections[row] is None:
                         metadata = await self._connect(row)
-                    if frame is None:
-                        return metadata
+                        if frame is None:
+                            return metadata
+                        self._refuse_change(metadata)
                     connection = self._connections[row]
                     assert connection is not None
                     await connection.send(frame)
@@ -197,9 +206,10 @@ class ServedPolicy:
                         remedy=f"set {KEY} to the server's key",
                     ) from error
                 lost = f"status {error.response.status_code}"
-            except (OSError, WebSocketException) as error:
+            except (OSError, UnicodeError, WebSocketException) as error:  # UnicodeError: the host's name is invalid
                 await self._drop(row)
-                if isinstance(error, ConnectionClosed) and error.sent is not None and error.sent.code == TOO_LARGE:
+                closed = isinstance(error, ConnectionClosed) and not error.rcvd_then_sent and error.sent
+                if closed and closed.code == TOO_LARGE:
                     raise DataError(
                         f"the policy server's message has more than {LARGEST_ANSWER} bytes",
                         code="served_message_too_large",
@@ -253,9 +263,26 @@ class ServedPolicy:
         connection, self._connections[row] = self._connections[row], None
         if connection is not None:
             with suppress(OSError, WebSocketException):
-                await connection.close()
+                async with asyncio.timeout(CLOSING):
+                    await connection.close()
+            connection.transport.abort()
 
     # --- The metadata ---
+
+    def _refuse_change(self, metadata: Message) -> None:
+        """Check that the metadata of a further connection describe the policy that the first one described.
+
+        Raises:
+            ConfigurationError: they differ, so the server was started again with another policy.
+        """
+        if changed := [name for name in COMPARED if metadata.get(name) != self._metadata.get(name)]:
+            raise ConfigurationError(
+                f"the policy server now describes another policy: {', '.join(changed)} changed in its metadata",
+                code="served_policy_changed",
+                where=self._settings.url,
+                remedy="serve the same policy as before and start the evaluation again, or set policy.server.weights "
+                "to the new policy's name, which plays all episodes again",
+            )
 
     def _described_fields(self) -> Message:
         """Return the description of the server's fields, after checking that ours are among them; {} without one.

@@ -11,7 +11,7 @@ import pytest
 
 from armature.components.robots.evaluation.robot import refuse_external
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
-from armature.components.robots.policies.lerobot.process import PYTHON, LeRobotPolicy, lerobot_facts
+from armature.components.robots.policies.lerobot.process import PROCESSORS, PYTHON, LeRobotPolicy, lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotPolicySettings
 from armature.components.robots.policies.source import policy_source, read_settings
 from armature.components.robots.policies.stage import POLICY_STAGE, policy_sources
@@ -42,6 +42,8 @@ def written(folder: Path, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
     (folder / "model.safetensors").write_bytes(bytes(8))
+    for name in PROCESSORS:
+        (folder / name).write_text(json.dumps({"steps": [{"registry_name": "device_processor"}]}))
     return folder
 
 
@@ -70,6 +72,26 @@ def test_configuration_of_a_checkpoint(tmp_path):
 def test_rejects_configurations(tmp_path, changes, code, shown):
     with refused(code, shown):
         lerobot_facts(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"registry_name": "device_processor"}, {"class": "subprocess.Popen", "config": {"args": ["touch", "x"]}}],
+        [{"registry_name": "normalizer_processor", "state_file": "../weights.safetensors"}],
+        [{"registry_name": "normalizer_processor", "state_file": "/weights.safetensors"}],
+        [{"registry_name": None}],
+        {"registry_name": "device_processor"},
+        None,
+    ],
+    ids=["code", "folder-above", "absolute", "unnamed", "not-a-list", "missing"],
+)
+def test_processors_with_other_code_or_files_are_refused(tmp_path, name, steps):
+    folder = written(tmp_path)
+    (folder / name).write_text(json.dumps({"steps": steps}))
+    with refused("lerobot_step_refused", folder / name):
+        lerobot_facts(folder)
 
 
 SMALL = {**INPUTS, "observation.state": {"type": "STATE", "shape": [6]}}

@@ -28,15 +28,17 @@ class HangUp(Exception):
 
 @contextmanager
 def openpi_server(
-    answer: Answer, metadata: Any = None, key: str | None = None, port: int = 0
+    answer: Answer, metadata: Any = None, key: str | None = None, port: int = 0, max_size: int | None = None
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Serve `answer` while the block runs; yield the address and the list of all requests."""
+    """Serve `answer` while the block runs; yield the address and the list of all requests. A function as `metadata` is
+    called for each connection."""
     requests: list[dict[str, Any]] = []
     lock, connections = threading.Lock(), list[ServerConnection]()
 
     def handle(connection: ServerConnection) -> None:
         connections.append(connection)
-        connection.send(metadata if isinstance(metadata, bytes | str) else encode(metadata or {}))
+        described = metadata() if callable(metadata) else metadata
+        connection.send(described if isinstance(described, bytes | str) else encode(described or {}))
         try:
             while True:
                 request = decode(connection.recv())
@@ -56,7 +58,7 @@ def openpi_server(
         wanted = None if key is None else f"Api-Key {key}"
         return None if request.headers.get("Authorization") == wanted or key is None else connection.respond(401, "")
 
-    with serve(handle, "127.0.0.1", port, compression=None, process_request=admit, max_size=None) as server:
+    with serve(handle, "127.0.0.1", port, compression=None, process_request=admit, max_size=max_size) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

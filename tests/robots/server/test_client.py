@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from websockets.server import ServerProtocol
 
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.evaluation.episode import EvaluationJournal
@@ -138,6 +141,61 @@ def test_server_that_restarts_is_asked_again_and_one_that_is_gone_is_named(monke
         assert len(requests) == 2
     with policy, refused("policy_server_unreachable", url):
         policy.predict([observation(0)], [0])
+
+
+def test_server_that_restarts_with_another_policy_is_refused(monkeypatch):
+    monkeypatch.setattr(client, "PAUSES", (0.05,))
+    described = [{"policy": {"checkpoint": name}, "session": session} for session, name in enumerate("aab")]
+    lost = [True]
+
+    def answer(request: dict[str, Any]) -> Any:
+        if request["prompt"] == "task 1" and lost:
+            lost.clear()
+            raise HangUp
+        return CHUNK
+
+    server = openpi_server(answer, lambda: described.pop(0))
+    with server as (url, _), opened(url, rows=2) as policy, refused("served_policy_changed", "policy", url):
+        policy.predict([observation(0), observation(1)], [0, 1])
+    assert not described
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "gpu..box"])
+def test_host_whose_name_is_invalid_is_named(monkeypatch, host):
+    monkeypatch.setattr(client, "PAUSES", ())
+    with refused("policy_server_unreachable", host):
+        opened(f"ws://{host}:8000")
+
+
+def test_request_that_is_too_large_for_the_server_is_not_called_a_large_answer(monkeypatch):
+    monkeypatch.setattr(client, "PAUSES", ())
+    server, shown = openpi_server(lambda _: CHUNK, max_size=100), client.TOO_LARGE
+    with server as (url, _), opened(url) as policy, refused("policy_server_unreachable", shown, url):
+        policy.predict([observation(0)], [0])
+
+
+def test_server_that_reads_nothing_ends_in_a_timeout():
+    """The images are larger than the buffers of the kernel, so neither the request nor the closing frame is sent."""
+    connections = []
+
+    def accept() -> None:
+        connection, _ = listener.accept()
+        connections.append(connection)
+        protocol = ServerProtocol()
+        protocol.receive_data(connection.recv(4096))
+        protocol.send_response(protocol.accept(protocol.events_received()[0]))  # type: ignore[arg-type]
+        protocol.send_binary(encode({}))
+        connection.sendall(b"".join(protocol.data_to_send()))
+
+    large = {name: np.zeros((2000, 2000, 3), np.uint8) for name in CAMERAS}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        url = f"ws://127.0.0.1:{listener.getsockname()[1]}"
+        with opened(url, timeout_s=0.5) as policy, refused("policy_timeout", url):
+            policy.predict([RobotObservation(large, np.zeros(8, np.float32), "task")], [0])
+        thread.join()
+    connections[0].close()
 
 
 @pytest.mark.parametrize("key", [None, "another-key-of-a-test"])

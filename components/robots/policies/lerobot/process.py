@@ -26,6 +26,8 @@ PYTHON = "ARMATURE_LEROBOT_PYTHON"
 LARGEST_ANSWER = 2**24
 ATTEMPTS = 3
 """Attempts at a prediction whose process dies."""
+PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+"""Files with the steps before and after the policy, of which LeRobot makes objects."""
 EMPTY = "observation.images.empty_camera_"
 """Beginning of the names of cameras that a policy replaces by a mask."""
 
@@ -46,11 +48,11 @@ class LeRobotFacts:
 
 
 def lerobot_facts(folder: Path) -> LeRobotFacts:
-    """Read `config.json` of a checkpoint that LeRobot saved.
+    """Read `config.json` of a checkpoint that LeRobot saved, and check the files of its processors.
 
     Raises:
         ConfigurationError: the policy's actions depend on earlier observations or answers.
-        DataError: the file is missing or invalid.
+        DataError: a file is missing or invalid, or a processor would run other code than LeRobot's.
     """
     file = folder / "config.json"
     config = read_json(file)
@@ -82,7 +84,33 @@ def lerobot_facts(folder: Path) -> LeRobotFacts:
                 where=f"policy {kind}, {file}",
                 remedy="evaluate a policy with n_obs_steps = 1 and without temporal ensembling",
             )
+    for name in PROCESSORS:
+        _refuse_other_code(folder / name)
     return facts
+
+
+def _refuse_other_code(file: Path) -> None:
+    """Check that all steps of a processor are LeRobot's own, and that their tensors are beside the file.
+
+    LeRobot imports and calls what the key `class` of a step names, which could be any function of any module.
+
+    Raises:
+        DataError: the file is invalid, or a step is not in LeRobot's registry or reads from another folder.
+    """
+    steps = read_json(file).get("steps")
+    for step in steps if isinstance(steps, list) else [None]:
+        tensors = step.get("state_file") if isinstance(step, dict) else None
+        if (
+            not isinstance(step, dict)
+            or not isinstance(step.get("registry_name"), str)
+            or (tensors is not None and (not isinstance(tensors, str) or Path(tensors).name != tensors))
+        ):
+            raise DataError(
+                f"a step of the processor is not from LeRobot's registry with its tensors beside it: {step!r:.200}",
+                code="lerobot_step_refused",
+                where=str(file),
+                remedy="evaluate a policy with LeRobot's own steps, or serve this one: policy.server",
+            )
 
 
 def lerobot_python() -> str:
