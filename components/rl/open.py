@@ -17,7 +17,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import open_store
 from armature.components.contracts.episodes import Environment
-from armature.components.contracts.errors import ConfigurationError, TrainerError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.contracts.stages import Artifact, ResultT, StageContext, report_waiting
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
@@ -214,7 +214,7 @@ def open_parts(
                 yield run, done
         finally:
             # A trainer that did not start has raised its error above already, or another error is being raised.
-            with suppress(TrainerError):
+            with suppress(ArmatureError):
                 resumed.result()
             parts.trainer.stop()
 

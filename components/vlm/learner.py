@@ -140,8 +140,9 @@ class Learner(TrainingEngine[Any]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings = settings
-        # If one of several ranks runs out of memory, the others wait for it in a collective.
-        self._may_recompute = may_recompute and ranks.size == 1
+        # If one of several ranks runs out of memory, the others wait for it in a collective. An interrupted pass of a
+        # sharded model leaves gathered weights.
+        self._may_recompute = may_recompute and ranks.size == 1 and shard is None
         if ranks.context is not None and not settings.packing:
             raise ConfigurationError(
                 "context parallelism works on packed sequences only",
@@ -314,14 +315,13 @@ class Learner(TrainingEngine[Any]):
         try:
             self._accumulate(plan, *arguments)
         except torch.OutOfMemoryError:
-            if not self._may_recompute:
+            if not self._may_recompute or self.policy.recomputes:
                 raise
             return False  # the error, which holds activations, is gone then
         return True
 
     def _fall_back(self, meter: Meter) -> None:
         """Recompute activations from now on, and forget what was computed since the last update."""
-        self._may_recompute = False
         self.discard()
         meter.discard()
         self.policy.routers.take_counts()

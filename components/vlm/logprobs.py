@@ -79,6 +79,12 @@ class Policy(nn.Module):
         self.head_settings = HeadSettings(temperature, self.softcap, chunk_tokens)
         self.backend: Backend = HEADS[logprobs](self.head_settings, head, device or head.weight.device)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if activations are recomputed in backward passes."""
+        layers = (each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer))
+        return any(layer.gradient_checkpointing for layer in layers)
+
     def recompute_activations(self) -> None:
         """Recompute activations in backward passes from now on. The results stay the same."""
         base_model(self.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)

@@ -124,13 +124,14 @@ class TokenWorker(ServiceWorker):
 
         Raises:
             TrainerError: the memory of one of several ranks is not enough. After a restart they recompute activations.
+            torch.OutOfMemoryError: the memory is not enough, and activations are recomputed already or may not be.
         """
         recomputed = self.settings.workspace / RECOMPUTED
         try:
             with self._load.batch():
                 metrics = self.learner.step(prepared, self._load)
         except torch.OutOfMemoryError as error:
-            if self.policy.model.gradient_checkpointing != "auto" or recomputed.exists():
+            if self.policy.model.gradient_checkpointing != "auto" or self.learner.policy.recomputes:
                 raise
             recomputed.touch()
             raise TrainerError(RECOMPUTES, code="out_of_memory", where=f"rank {self.ranks.rank}") from error

@@ -67,6 +67,21 @@ def test_error_remains_where_recomputation_is_off_or_no_help(tiny: Tiny, may_rec
         step(learner, tiny, tiny.samples(4, seed=1))
 
 
+@pytest.mark.parametrize("recomputes", ["auto", True])
+def test_memory_that_recomputation_does_not_save_is_the_error_itself(
+    tiny: Tiny, tmp_path: Path, recomputes: Any
+) -> None:
+    (tmp_path / "batch").mkdir()
+    write_batch(tmp_path / "batch", tiny.samples(4, seed=1))
+    command = {"name": "step", "step": 1, "batch": str(tmp_path / "batch")}
+    worker = worker_of(tiny, tmp_path / "trainer", gradient_checkpointing="auto")
+    if recomputes is True:  # the estimate was for it
+        worker.learner.policy.recompute_activations()
+    plant(worker.learner, 1, "forward", always=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.run(command, worker.check(command))
+
+
 @pytest.mark.parametrize("several_ranks", [False, True])
 def test_restarted_trainer_recomputes_from_the_beginning(tiny: Tiny, tmp_path: Path, several_ranks: bool) -> None:
     (tmp_path / "batch").mkdir()
