@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -65,7 +66,8 @@ def report_waiting(events: Events, waits_for: Callable[[], str]) -> Iterator[Non
             events.message(f"waiting for {waits_for()}, {time.monotonic() - began:.0f} s so far")
             pause = SAY_EVERY
 
-    reporter = Thread(target=report, name="waiting", daemon=True)
+    # In the caller's context, where Prefect finds the settings of its log.
+    reporter = Thread(target=copy_context().run, args=(report,), name="waiting", daemon=True)
     reporter.start()
     try:
         yield

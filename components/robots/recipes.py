@@ -352,7 +352,7 @@ def _refuse_unnamed(policy: RobotPolicySettings) -> None:
         raise ConfigurationError(
             "a policy of another program can be evaluated, not trained",
             code="policy_not_trainable",
-            where="policy.server",
+            where="policy.server" if policy.server is not None else "policy.lerobot",
             remedy="evaluate it with evaluate/libero-openpi, or train a policy with policy.checkpoint_path or "
             "policy.path",
         )

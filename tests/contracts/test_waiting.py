@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextvars import ContextVar
 
 import pytest
 
@@ -25,6 +26,17 @@ def test_messages_say_what_a_stage_waits_for_and_end_with_it(
     assert {"waiting for the trainer, vllm-0, 0 s so far", "waiting for the trainer, 0 s so far"} == set(lines)
     time.sleep(0.12)
     assert capsys.readouterr().out == ""
+
+
+def test_messages_are_written_in_the_context_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "SAY_AFTER", 0.05)
+    asks = ContextVar("asks", default="nobody")
+    asks.set("a flow")
+    with report_waiting(TerminalEvents(), asks.get):
+        time.sleep(0.12)
+    assert capsys.readouterr().out == "waiting for a flow, 0 s so far\n"
 
 
 def test_quick_block_and_its_error_pass_without_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,11 @@ COMPARED = ("observation", "actions", "policy")
 ResultT = TypeVar("ResultT")
 
 
+def _shown(text: str) -> str:
+    """Return a server's text for a message to people, without escape sequences, which could change a terminal."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
+
+
 class ServedPolicy:
     """Client of a policy server. Row i of a prediction is asked on connection i, all rows at the same time.
 
@@ -218,7 +223,7 @@ class ServedPolicy:
                     ) from error
                 lost = str(error) or type(error).__name__
         raise ServerError(
-            f"the policy server cannot be reached: {lost:.300}",
+            f"the policy server cannot be reached: {_shown(lost):.300}",
             code="policy_server_unreachable",
             where=url,
             remedy="start the server and the evaluation again: finished episodes are kept",
@@ -250,8 +255,7 @@ class ServedPolicy:
         """
         if isinstance(frame, bytes):
             return unpack(frame)
-        shown = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in frame)  # no escape sequences
-        lines = [line.strip() for line in shown.strip().splitlines()] or ["an empty text"]
+        lines = [line.strip() for line in _shown(frame).strip().splitlines()] or ["an empty text"]
         raise ServerError(
             f"the policy server reports an error: {lines[-1]:.300}" if len(lines) > 3 else f"{' '.join(lines):.300}",
             code="policy_server_error",
@@ -297,7 +301,7 @@ class ServedPolicy:
         ours = {*self._settings.camera_fields, self._settings.state_field, PROMPT}
         if not described.keys() - optional <= ours <= described.keys():
             raise ConfigurationError(
-                f"the policy server takes the fields {', '.join(described)}, "
+                f"the policy server takes the fields {_shown(', '.join(described)):.300}, "
                 f"and the evaluation sends {', '.join(sorted(ours))}",
                 code="served_fields_mismatch",
                 where=f"policy.server.camera_fields and state_field, {self._settings.url}",

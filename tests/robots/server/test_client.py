@@ -82,11 +82,12 @@ def test_seed_is_sent_to_servers_that_describe_it():
         ({"actions": {"shape": [4, 7]}}, 5, "served_actions_mismatch", "[4, 7]"),
         ({"observation": {**DESCRIBED, "prompt": {}, "depth": {}}}, 5, "served_fields_mismatch", "depth"),
         ({"observation": {"images": {}, "prompt": {}}}, 5, "served_fields_mismatch", "images"),
+        ({"observation": {"\x1b[31m": {}, "x" * 10_000: {}}}, 5, "served_fields_mismatch", f" [31m, {'x' * 293}, and"),
         ("ValueError: \x1b[31mno weights", 5, "policy_server_error", "ValueError:  [31mno weights"),
         (b"\xc1", 5, "message_unreadable", "1 bytes"),
         (encode([1]), 5, "message_not_a_map", "list"),
     ],
-    ids=["no-steps", "dimensions", "horizon", "needs-more", "other-names", "error", "garbage", "list"],
+    ids=["no-steps", "dimensions", "horizon", "needs-more", "other-names", "hostile-names", "error", "garbage", "list"],
 )
 def test_rejects_metadata_that_do_not_fit(metadata, steps, code, shown):
     with openpi_server(lambda _: CHUNK, metadata) as (url, _), refused(code, shown):
