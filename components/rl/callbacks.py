@@ -1,4 +1,4 @@
-"""Reports of `MultimodalGRPOTrainer`: progress, callbacks as those of transformers' Trainer, and the result."""
+"""Reports of `MultimodalGRPOTrainer`: progress, callbacks like the ones of transformers' Trainer, and the result."""
 
 from __future__ import annotations
 

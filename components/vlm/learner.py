@@ -62,8 +62,8 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     if settings.weights == "bfloat16":
         adapters = trained if isinstance(model, PeftModel) else []  # PEFT makes them in fp32
         _set_dtype(adapters, torch.bfloat16)
-        kept = {id(tensor) for tensor in kept_in_fp32(base_model(model))}
-        if (dtypes := _dtypes(p for p in model.parameters() if id(p) not in kept)) != {torch.bfloat16}:
+        in_fp32 = {id(tensor) for tensor in kept_in_fp32(base_model(model))}
+        if (dtypes := _dtypes(p for p in model.parameters() if id(p) not in in_fp32)) != {torch.bfloat16}:
             raise ConfigurationError(
                 f"trainer.weights is bfloat16, but the model was loaded in {_names(dtypes)}",
                 code="weights_dtype_mismatch",
