@@ -47,6 +47,7 @@ def test_compiled_step_equals_plain_step(packing, tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_layers")
 def test_compiled_layers_equal_plain_layers(tiny):
     models = [tiny.model().train() for _ in range(2)]
