@@ -71,8 +71,9 @@ from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.memory import chosen_recomputation, memory_of_rank
 from armature.components.vlm.worker import Loader
 
-NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
-"""Trainer settings that may change when a run resumes, because rollouts do not depend on them."""
+NOT_COMPARED = {"save_every", "keep_checkpoints"}
+"""Trainer settings that may change when a run resumes, because rollouts do not depend on them. With a constant learning
+rate these include max_steps."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,8 @@ class MultimodalGRPOTrainer:
         config, settings, opened = self.config, self.config.settings(), self._opened
         assert self.environment is not None
         assert self._examined is not None
-        made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
+        changeable = NOT_COMPARED | {"max_steps"} if settings.trainer.lr_scheduler == "constant" else NOT_COMPARED
+        made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": changeable})
         played = [made_from, self._played, config.primary_reward_key]
         if self._tools is not None:
             played += [self._tools.max_calls, self._tools.schemas, tool_sources(self._tool_names)]
@@ -406,9 +408,11 @@ class MultimodalGRPOTrainer:
                 tqdm.write("Server is up!\nStarting training...")
                 events.begin(done)
                 run.stopped = events.stopped
-                run.finish(self.final, run.train_from(done))
+                run.finish(self.final, last := run.train_from(done))
                 best = run.evaluations.summary() if run.evaluations is not None else {}
-                result = TrainingResult(self.final, best, run.history.read())
+                # The file may also have later steps, of a training in this folder that was to make more.
+                history = [row for row in run.history.read() if row["step"] <= last]
+                result = TrainingResult(self.final, best, history)
                 events.end(result)
                 return result
 

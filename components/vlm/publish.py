@@ -36,16 +36,23 @@ KEEP_VERSIONS = 2
 """Number of newest versions that are kept in a series."""
 
 
-def remove_old_versions(series: Path, needed: Path | None = None) -> None:
-    """Delete the versions (folders with a number as name) in `series`, except the newest `KEEP_VERSIONS`.
+def remove_other_versions(newest: Path, needed: Path | None = None) -> None:
+    """Delete the versions (folders with a number as name) beside `newest`, except it and the `KEEP_VERSIONS` - 1 before
+    it.
+
+    Later ones are of a training in this folder that begins again, and so makes these versions anew.
 
     Args:
-        needed: also keep this version and the versions after it.
+        needed: also keep this version and the versions from it to `newest`.
     """
-    versions = sorted((path for path in series.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    for old in versions[:-KEEP_VERSIONS]:
-        if needed is None or int(old.name) < int(needed.name):
-            shutil.rmtree(old)
+    versions = sorted((int(path.name), path) for path in newest.parent.iterdir() if path.name.isdecimal())
+    last = int(newest.name)
+    first = min([number for number, _ in versions if number <= last][-KEEP_VERSIONS:])
+    if needed is not None:
+        first = min(first, int(needed.name))
+    for number, path in versions:
+        if not first <= number <= last:
+            shutil.rmtree(path)
 
 
 class DeltaSeries:
@@ -69,7 +76,7 @@ class DeltaSeries:
             if self._held is not None:
                 self._held.close()
             self._held = HostWeights.read(checkpoint)
-            remove_old_versions(checkpoint.parent, self._checkpoint)
+            remove_other_versions(checkpoint, self._checkpoint)
             self._room = _size(checkpoint)
         self._checkpoint = self._last = checkpoint
 
@@ -90,7 +97,7 @@ class DeltaSeries:
         if not ranks.broadcast(self._write(folder, last, new) if ranks.first else _gathered(new)):
             return False
         if ranks.first:
-            remove_old_versions(folder.parent, self._checkpoint)
+            remove_other_versions(folder, self._checkpoint)
         self._last = folder
         return True
 
@@ -143,7 +150,7 @@ class Publisher:
         """
         self._write(model, folder, ranks)
         if ranks.first and folder.name.isdecimal():
-            remove_old_versions(folder.parent)
+            remove_other_versions(folder)
 
     def _write(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         weights, one_of_many = self._weights(cast(Any, model), whole), folder.name.isdecimal()
@@ -182,7 +189,7 @@ class Publisher:
             typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}
             with new_checkpoint_folder(folder) as new:
                 write_adapter(new, model, typed)
-            remove_old_versions(folder.parent)
+            remove_other_versions(folder)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that `publish` writes, on the model's device; sharded weights as DTensors.

@@ -18,7 +18,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.decoders import DecodeStream
 
-from armature.components.artifacts.json_lines import History
 from armature.components.configuration import load_recipe
 from armature.components.contracts.batches import MultimodalBatch
 from armature.components.contracts.errors import DataError
@@ -199,16 +198,21 @@ def test_steps_are_on_policy_and_weights_reach_sampler(
     assert (tmp_path / "final" / "config.json").exists()
 
 
-def test_trainer_resumes_after_max_steps_is_raised(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
-    for folder, stops in ((tmp_path / "straight", [4]), (tmp_path / "stopped", [3, 4])):
+@pytest.mark.parametrize(("schedule", "save_steps", "before"), [("constant", 2, 3), ("linear", 10, 5)])
+def test_trainer_resumes_after_max_steps_has_changed(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], schedule: str, save_steps: int, before: int
+) -> None:
+    """With a schedule that depends on the last step, all steps are made again, with rollouts of their own weights."""
+    options, histories = {"lr_scheduler_type": schedule, "save_steps": save_steps}, []
+    for folder, stops in ((tmp_path / "straight", [4]), (tmp_path / "stopped", [before, 4])):
         for max_steps in stops:
-            trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(folder, max_steps=max_steps))
+            trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(folder, max_steps=max_steps, **options))
             trainer.set_environment("colors", **COLORS)
             reward(trainer.environment)
-            trainer.train()
-    straight, stopped = (History(tmp_path / name / "history.jsonl").read() for name in ("straight", "stopped"))
-    assert [one["step"] for one in stopped] == [1, 2, 3, 4]
-    assert [one["loss"] for one in stopped] == [one["loss"] for one in straight]
+            result = trainer.train()
+        histories.append([(row["step"], row["loss"]) for row in result.history])
+    assert [step for step, _ in histories[1]] == [1, 2, 3, 4]
+    assert histories[0] == histories[1]
 
 
 def test_step_after_checkpoint_is_replayed_from_its_batch(
