@@ -74,6 +74,8 @@ class Evaluations(ABC):
             if (made := store.find(self.KIND, self._key(step))) is None:
                 break
             self._add(step, made)
+        if not self.made:  # then these are the best weights of a training with other settings in the same folder
+            shutil.rmtree(context.workspace / BEST, ignore_errors=True)
 
     @abstractmethod
     def measure(self, metrics: Mapping[str, Any]) -> Measure:

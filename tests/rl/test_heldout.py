@@ -177,6 +177,14 @@ def test_best_weights_are_published(tmp_path: Path, portal: BlockingPortal) -> N
     assert (summary["best/step"], summary["best/accuracy"], summary["evaluations"]) == (2, 0.75, 4)
 
 
+def test_best_weights_of_another_training_in_the_folder_are_not_taken(tmp_path: Path, portal: BlockingPortal) -> None:
+    (tmp_path / "best/step-000000").mkdir(parents=True)
+    (tmp_path / "best/step-000000/weights").write_text("other")
+    run = made_run(tmp_path, portal, policy_of([3, 2, 2, 1]))
+    run.finish(tmp_path / "checkpoint", run.train_from(0))
+    assert (tmp_path / "checkpoint/weights").read_text() == "0"
+
+
 def test_rejects_deleted_best_weights(tmp_path: Path, portal: BlockingPortal) -> None:
     run = made_run(tmp_path, portal, policy_of([2, 3, 3, 1]))
     run.train_from(0)
