@@ -40,7 +40,7 @@ def remove_other_versions(newest: Path, needed: Path | None = None) -> None:
     """Delete the versions (folders with a number as name) beside `newest`, except it and the `KEEP_VERSIONS` - 1 before
     it.
 
-    Later ones are of a training in this folder that begins again, and so makes these versions anew.
+    Later ones are of a training in this folder that begins again, and so makes these versions again.
 
     Args:
         needed: also keep this version and the versions from it to `newest`.
