@@ -85,6 +85,13 @@ def rows(method: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(table, features=datasets.Features(features))
 
 
+def in_our_order(table: datasets.Dataset, rows_of_step: int) -> datasets.Dataset:
+    """Return the rows in the order in which the stage `sft` trains on them, for TRL."""
+    plan = EpochSampler(list(range(len(table))), 1, rows_of_step, 0)  # type: ignore[arg-type]
+    order: list[Any] = [row for step in range(1, plan.steps + 1) for row in plan.of(step)]
+    return table.select(order).remove_columns("split")
+
+
 def ours(method: str, recompute: bool, tokens: int, folder: Path) -> dict[str, Any]:
     """Run the stage `sft` on the rows in `folder`, and return its losses, norms, seconds and peak of memory."""
     dtype = "bfloat16" if CUDA else "float32"
@@ -162,9 +169,7 @@ def main(words: list[str]) -> None:
         for method in ("sft", "dpo"):
             table = rows(method)
             table.save_to_disk(folder / method)
-            plan = EpochSampler(list(range(len(table))), 1, units(method), 0)  # type: ignore[arg-type]
-            order: list[Any] = [row for step in range(1, plan.steps + 1) for row in plan.of(step)]
-            table.select(order).remove_columns("split").save_to_disk(folder / f"{method}-trl")
+            in_our_order(table, units(method)).save_to_disk(folder / f"{method}-trl")
         for way in words or WAYS:
             out = folder / "out.json"
             command = [sys.executable, "-m", "benchmarks.sft_gpu", "--child", way, str(folder), str(out)]

@@ -3,10 +3,9 @@
 Ours is the recipe `train-vlm/smollm2-sums`; TRL has the same weights, questions, reward, batch, learning rate and
 number of steps. Every few steps both answer the same held-out questions, sampled at temperature 1.
 
-Usage: python -m benchmarks.sums [at-once] [WAY...], a way being SIDE,SEED: ours,0 trl,0, or trl-vllm,0 for TRL with
-vLLM in its process; `at-once` runs all ways at the same time. On a CPU it asks few questions, to see that it runs.
-Results go to $OUT/sums.json, curves to $OUT/sums.png. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the
-Pythons that have vLLM and TRL.
+Usage: python -m benchmarks.sums [at-once] [WAY...], a way being SIDE,SEED such as ours,0 or trl,0; `at-once` runs all
+ways at the same time. On a CPU it asks few questions, to see that it runs. Results go to $OUT/sums.json, curves to
+$OUT/sums.png. ARMATURE_TEST_VLLM_PYTHON and ARMATURE_TRL_PYTHON name the Pythons that have vLLM and TRL.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ from armature.components.models.gguf import model_source
 from armature.components.models.load import load_processor
 
 CUDA = torch.cuda.is_available()
-HERE = Path(__file__).parent
+HERE, NAME = Path(__file__).parent, "train-vlm/smollm2-sums"
 WAYS = tuple(f"{side},{seed}" for seed in range(3) for side in ("ours", "trl"))
 
 
@@ -43,15 +42,14 @@ WAYS = tuple(f"{side},{seed}" for seed in range(3) for side in ("ours", "trl"))
 class Sizes:
     """Sizes that differ from the recipe's; a CPU has smaller ones."""
 
-    NAME: ClassVar[str] = "train-vlm/smollm2-sums"
     steps: int = 100 if CUDA else 2
     every: int = 10 if CUDA else 1
     heldout: int = 1024 if CUDA else 8
     train: int = 4096 if CUDA else 16
     groups: int = 16 if CUDA else 2
 
-    def recipe(self, seed: int = 0, store: str = "", share: float = 0.08) -> Recipe:
-        """Return the recipe with these sizes. `share` is the part of the GPU's memory that the server gets."""
+    def recipe(self, seed: int = 0, store: str = "") -> Recipe:
+        """Return the recipe with these sizes. Its server takes little of a GPU, which several runs may share."""
         values = {
             "environment.train_tasks": self.train,
             "environment.heldout_tasks": self.heldout,
@@ -68,9 +66,9 @@ class Sizes:
         values |= {"machine.store": store} if store else {}
         if CUDA:
             values |= {"machine.servers.gpus": [[0]], "machine.trainer.gpus": [0]}
-            arguments = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": 2 * 1024**3}
+            arguments = {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2 * 1024**3}
             values |= {f"machine.servers.arguments.{name}": value for name, value in arguments.items()}
-        return load_recipe(self.NAME, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        return load_recipe(NAME, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
 SIZES = Sizes()
@@ -119,9 +117,9 @@ def write_for_trl(folder: Path) -> None:
     (folder / "tasks.json").write_text(json.dumps(tasks))
 
 
-def theirs(sampler: str, seed: int, folder: Path) -> dict[str, Any]:
+def theirs(seed: int, folder: Path) -> dict[str, Any]:
     """Train by TRL in a process of its own."""
-    recipe, out = SIZES.recipe(), folder / f"trl-{sampler}-{seed}.json"
+    recipe, out = SIZES.recipe(), folder / f"trl-{seed}.json"
     rollouts, trainer = recipe.sections["rollouts"], recipe.sections["trainer"]
     options = {"steps": SIZES.steps, "every": SIZES.every, "groups": SIZES.groups}
     options |= {"size": rollouts.group_size, "tokens": rollouts.sampling.max_tokens}  # type: ignore[attr-defined]
@@ -132,7 +130,7 @@ def theirs(sampler: str, seed: int, folder: Path) -> dict[str, Any]:
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [python, str(HERE / "sums_trl.py"), str(folder), str(out), str(seed), sampler, json.dumps(options)]
+    command = [python, str(HERE / "sums_trl.py"), str(folder), str(out), str(seed), json.dumps(options)]
     subprocess.run(command, env=environment, check=True)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -185,8 +183,7 @@ def main(words: list[str]) -> None:
     if words[:1] == ["--child"]:
         way, folder, out = words[1:]
         side, seed = way.split(",")
-        sampler = "vllm" if side == "trl-vllm" else "transformers"
-        result = ours(int(seed), Path(folder)) if side == "ours" else theirs(sampler, int(seed), Path(folder))
+        result = {"ours": ours, "trl": theirs}[side](int(seed), Path(folder))
         Path(out).write_text(json.dumps(result))
         return
     at_once, ways = "at-once" in words, [word for word in words if word != "at-once"] or WAYS

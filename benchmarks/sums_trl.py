@@ -1,7 +1,7 @@
 """TRL's half of the learning curves on released weights: GRPOTrainer with the settings of train-vlm/smollm2-sums.
 
-Usage: sums_trl.py FOLDER RESULT SEED SAMPLER OPTIONS. FOLDER has `model`, a language model, and `tasks.json`: for each
-split the chats and their answers. SAMPLER is transformers or vllm. OPTIONS is a JSON object: `steps`, `every` (steps
+Usage: sums_trl.py FOLDER RESULT SEED OPTIONS. FOLDER has `model`, a language model, and `tasks.json`: for each
+split the chats and their answers. OPTIONS is a JSON object: `steps`, `every` (steps
 between evaluations), `groups`, `size` (answers to a prompt), `tokens`, `learning_rate`. RESULT gets the share of
 correct held-out answers by step and the seconds of each step.
 """
@@ -76,13 +76,12 @@ class Curve(TrainerCallback):
 
 def main():
     warnings.filterwarnings("ignore")
-    folder, out, seed, sampler, options = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:5], json.loads(sys.argv[5])
+    folder, out, seed, options = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     tasks = json.loads((folder / "tasks.json").read_text())
     rows = [{"prompt": chat, "answer": answer} for chat, answer in zip(*tasks["train"], strict=True)]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     curve = Curve(tokenizer, *tasks["heldout"], options)
-    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1, "vllm_max_model_length": 256}
     with tempfile.TemporaryDirectory() as scratch:
         settings = GRPOConfig(
             output_dir=scratch,
@@ -102,9 +101,8 @@ def main():
             beta=0.0,
             learning_rate=options["learning_rate"],
             lr_scheduler_type="constant",
-            seed=int(seed),
+            seed=seed,
             disable_tqdm=True,
-            **(vllm if sampler == "vllm" else {}),
         )
         trainer = GRPOTrainer(
             model=model,

@@ -69,7 +69,7 @@ def _tools(settings: EnvironmentSettings, processes: int) -> ToolBox | None:
             f"the environment {settings.name!r} offers tools of its own",
             code="tools_of_program",
             where="environment.tools",
-            remedy="leave tools out, and offer them in the program's requests",
+            remedy="leave tools out; offer them where the others are, in the program or the server",
         )
     return ToolBox(
         settings.tools, max_calls=settings.max_tool_calls, timeout=settings.tool_timeout, processes=processes

@@ -243,7 +243,14 @@ class Learner(TrainingEngine[Any]):
                 continue
             scale = 1 / normalizer(settings, n_tokens, n_sequences)
             plan = self.plan(samples, rows)
-            while not self._accumulated(plan, load, start, n_tokens, scale, meter):
+            while True:
+                try:
+                    self._accumulate(plan, load, start, n_tokens, scale, meter)
+                    break
+                except torch.OutOfMemoryError:
+                    if not self._may_recompute or self.policy.recomputes:
+                        raise
+                # Out here the error is gone, which held activations.
                 self._fall_back(meter)
                 exceeded = {OUT_OF_MEMORY: 1.0}
 
@@ -308,17 +315,6 @@ class Learner(TrainingEngine[Any]):
                 # Otherwise offloaded copies of two micro-batches would be in main memory at once.
                 torch.cuda.current_stream(device).synchronize()
             meter.add(micro, tokens, loss, scale, len(batch.packing.rows) if isinstance(batch, PackedBatch) else 0)
-
-    def _accumulated(self, plan: Sequence[MicroBatch], *arguments: Any) -> bool:
-        """Add up the gradients of an update and return True, or return False if the memory is not enough without
-        recomputed activations."""
-        try:
-            self._accumulate(plan, *arguments)
-        except torch.OutOfMemoryError:
-            if not self._may_recompute or self.policy.recomputes:
-                raise
-            return False  # the error, which holds activations, is gone then
-        return True
 
     def _fall_back(self, meter: Meter) -> None:
         """Recompute activations from now on, and forget what was computed since the last update."""

@@ -102,6 +102,16 @@ async def test_server_that_loaded_nothing_is_named(stand_ins, make_pool, checkpo
             await pool.sync(checkpoint("c"), 2, answer=answer_of(pool, "c"))
 
 
+@pytest.mark.parametrize(("changed", "code"), [(False, "served_vision_weights_differ"), (True, "served_weights_old")])
+def test_servers_that_see_images_differently_are_not_said_to_be_old(stand_ins, make_pool, checkpoint, changed, code):
+    """Only the server has answered for the first version. The update changed all weights, or none."""
+    (server,) = servers = stand_ins(1)
+    server.misbehave("sync nothing")
+    version = "b" if changed else server.version
+    with refused(code):
+        sync(make_pool(servers, checkpoint("a")), checkpoint("b"), lambda pool: answer_of(pool, version, off=0.5))
+
+
 def test_invalid_probe_answer_is_an_error(stand_ins, make_pool, checkpoint):
     (server,) = servers = stand_ins(1)
     server.misbehave("sync no probe")

@@ -145,7 +145,7 @@ def read_image(name: str, value: Any) -> EncodedImage:
     """Return the image that a field holds: a data URL, base64, or rows of pixels.
 
     Raises:
-        RolloutFailed: it is none of these (`bad_image`).
+        RolloutFailed: the field holds no image (`bad_image`).
     """
     try:
         if isinstance(value, str):

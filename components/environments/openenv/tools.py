@@ -18,8 +18,8 @@ from armature.components.environments.tools.tool import MOST_CHARACTERS, MOST_PA
 class OpenEnvToolEpisode(OpenEnvEpisode):
     """An episode whose policy is offered the server's tools.
 
-    The calls of an answer are steps, in their order, and their results are messages of the role tool. An answer without
-    calls, or with one that cannot be parsed, is an action like those of servers without tools.
+    The calls of an answer are steps, in their order, and their results are messages of the role tool. If there are no
+    calls, or if one cannot be parsed, the answer is an action, as on servers without tools.
     """
 
     async def reset(self) -> Observation:

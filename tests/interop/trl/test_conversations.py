@@ -19,7 +19,6 @@ import pytest
 from armature.components.configuration.stages import run_stage
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.vlm.settings import SupervisedSettings
-from armature.components.vlm.sft.fit import EpochSampler
 from armature.components.vlm.sft.settings import (
     ConversationSettings,
     ConversationsStageSettings,
@@ -27,6 +26,7 @@ from armature.components.vlm.sft.settings import (
     PairColumns,
     SupervisedStageSettings,
 )
+from benchmarks.sft_gpu import TEMPLATE, in_our_order
 from benchmarks.trl_step import PYTHON, ROOT
 from tests.builders import make_machine
 from tests.images import noise
@@ -36,13 +36,6 @@ pytestmark = pytest.mark.slow
 ROWS, ROWS_PER_STEP, BETA = 24, 8, 0.5
 OPTIONS = {"rows": ROWS_PER_STEP, "learning_rate": 1e-3, "epsilon": 1e-3, "beta": BETA}
 WORDS = ["red", "green", "blue", "one", "two", "left of", "right of", "above", "below", "it is", "the"]
-TEMPLATE = (
-    "{% for m in messages %}{% if not loop.first %}\n{% endif %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'][0]['text'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"
-)
 
 
 def rows_of(method: str) -> datasets.Dataset:
@@ -94,9 +87,7 @@ def test_loss_gradient_norm_and_margins_equal_those_of_trl(method, micro, tmp_pa
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     table = rows_of(method)
     table.save_to_disk(tmp_path / "ours")
-    plan = EpochSampler(list(range(ROWS)), 1, ROWS_PER_STEP, 0)  # type: ignore[arg-type]
-    order: list[Any] = [row for step in range(1, plan.steps + 1) for row in plan.of(step)]
-    table.select(order).remove_columns("split").save_to_disk(tmp_path / "theirs")
+    in_our_order(table, ROWS_PER_STEP).save_to_disk(tmp_path / "theirs")
     expected = theirs(method, checkpoint, tmp_path / "theirs", tmp_path, micro)
 
     machine = make_machine(store=tmp_path / "store", threads=2, loader_workers=0)

@@ -48,5 +48,5 @@ def test_trl_side_of_the_learning_curves_runs(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(sums, "SIZES", sums.Sizes(steps=1, every=1, heldout=2, train=2, groups=1))
     sums.write_for_trl(tmp_path)
-    result = sums.theirs("transformers", 0, tmp_path)
+    result = sums.theirs(0, tmp_path)
     assert set(result["accuracy"]) == {"0", "1"} and len(result["seconds"]) == 1
