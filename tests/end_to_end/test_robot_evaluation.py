@@ -18,11 +18,11 @@ from armature.components.contracts.stages import Artifact
 from armature.components.robots.evaluation.results import read_perturbed, read_results
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
 from armature.components.robots.evaluation.stage import evaluate_libero, evaluate_policy
-from armature.components.robots.libero.processes import SimulatorProcess
+from armature.components.robots.libero.processes import ChunkResult, SimulatorProcess
 from armature.components.robots.libero.settings import PerturbationSettings
 from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.robots.policies.molmoact2.policy import open_policy
 from tests.robots.evaluation.playground import settings
 from tests.robots.evaluation.test_stage import Events, context
 from tests.robots.libero.simulated import simulator
@@ -42,20 +42,16 @@ def plan(batch: int, videos: int = 0) -> EvaluateLiberoStageSettings:
     return EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=evaluation)
 
 
-class Saboteur:
-    """A policy that kills a simulator's process before its third prediction."""
+class MortalSimulator(SimulatorProcess):
+    """A simulator whose process is killed before its next step, if it is `doomed`."""
 
-    def __init__(self, policy: MolmoAct2Policy, victim: SimulatorProcess) -> None:
-        self.n_action_steps, self.action_dimensions = policy.n_action_steps, policy.action_dimensions
-        self.rows_per_pass = policy.rows_per_pass
-        self._policy, self._victim, self._asked = policy, victim, 0
-        self.facts, self.prepared = policy.facts, policy.prepared
+    doomed = False
 
-    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
-        self._asked += 1
-        if self._asked == 3 and self._victim.worker.pid is not None:
-            os.kill(self._victim.worker.pid, signal.SIGKILL)
-        return self._policy.predict(observations, seeds)
+    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
+        if self.doomed and self.worker.pid is not None:
+            os.kill(self.worker.pid, signal.SIGKILL)
+            self.doomed = False
+        return super().step(actions, slot, film)
 
 
 def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
@@ -78,11 +74,11 @@ def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
 
     existing = {"libero_spatial": suite_tasks("libero_spatial")}
     policy = open_policy(tmp_path / "policy", "continuous", rows=1)
-    with SimulatorProcess(SIMULATOR, 120) as one, SimulatorProcess(SIMULATOR, 120) as other:
+    with MortalSimulator(SIMULATOR, 120) as one, MortalSimulator(SIMULATOR, 120) as other:
         for name, batch, simulators in (("four", 4, [one]), ("two", 2, [one, other])):
-            asked = policy if name == "four" else Saboteur(policy, other)
+            one.doomed = other.doomed = name == "two"
             out, where = tmp_path / name / "out", context(tmp_path / name, Events())
-            report = evaluate_policy(asked, existing, simulators, plan(batch), out, where)
+            report = evaluate_policy(policy, existing, simulators, plan(batch), out, where)
             assert (out / "results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
