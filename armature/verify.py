@@ -5,58 +5,36 @@ Without a bundle, `armature verify` checks that the files of a store have not ch
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
 
+from armature.bundle_checks import GivenBundle, bundle_kind, in_store, language_check, robot_check
 from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.manifest import MANIFEST, open_artifact, read_manifest
 from armature.components.artifacts.store import ArtifactStore
-from armature.components.configuration.stages import STARTED, TerminalEvents, ThreadUnits, open_store, run_stage
+from armature.components.configuration.stages import STARTED, TerminalEvents, ThreadUnits, open_store
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import foreign, is_folder
+from armature.components.contracts.files import is_folder
 from armature.components.contracts.machine import Machine
-from armature.components.contracts.stages import Artifact, StageContext
-from armature.components.environments import ENVIRONMENTS
-from armature.components.environments.make import evaluated_sources
-from armature.components.environments.settings import EnvironmentSettings
-from armature.components.evaluation.bundle import (
-    EvaluationBundle,
-    contradictions,
-    episode_claims,
-    make_bundle,
-    plan_contradictions,
-    read_bundle,
-    write_bundle,
-)
-from armature.components.evaluation.replay import (
+from armature.components.contracts.stages import StageContext
+from armature.components.evaluation.agreement import (
     Agreement,
     choose,
     compare,
     detection_probability,
     differences_needed,
     episodes_needed,
-    promises_bits,
-    replay,
 )
-from armature.components.evaluation.results import planned_tasks
-from armature.components.evaluation.settings import EvaluateStageSettings
-from armature.components.evaluation.stage import EVALUATE_STAGE, checkpoint_folder
+from armature.components.evaluation.bundle import make_bundle, write_bundle
+from armature.components.evaluation.stage import EVALUATE_STAGE
 from armature.components.machine.process import Scratch
-from armature.components.machine.versions import versions
-from armature.components.models.source import checkpoint_sha256, locate
-
-MAX_TASKS = 100_000
-"""Largest number of tasks of a split that a bundle may ask to be made."""
-MODULE_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""Pattern of MODULE:NAME, which names code of an installed package or of the current folder."""
+from armature.components.robots.evaluation.bundle import make_robot_bundle, write_robot_bundle
+from armature.components.robots.evaluation.stage import EVALUATE_LIBERO_STAGE, VERSIONS_FILE
 
 
 def verify(root: Path) -> None:
@@ -89,40 +67,37 @@ def bundle_evaluation(name: str, target: Path, machine: Machine) -> None:
     """Write the bundle of an evaluation to the .zip file `target`.
 
     Args:
-        name: digest or folder of the artifact of stage `evaluate`.
+        name: digest or folder of the artifact of stage `evaluate` or `evaluate-libero`.
 
     Raises:
         DataError: there is no such evaluation, or its tasks or its policy are not in the store.
     """
     store = open_store(machine)
     digest = open_artifact(Path(name)).digest if (Path(name) / MANIFEST).is_file() else name
-    evaluation = _in_store(store, digest, "evaluation")
-    if evaluation.kind != EVALUATE_STAGE.name:
+    evaluation = in_store(store, digest, "evaluation")
+    workspace = store.workspace(evaluation.kind, evaluation.path.name)
+    if evaluation.kind not in (EVALUATE_STAGE.name, EVALUATE_LIBERO_STAGE.name):
         raise DataError(
-            f"a bundle is of an evaluation by stage {EVALUATE_STAGE.name!r}, and this is of {evaluation.kind!r}",
+            f"a bundle is of an evaluation, and this is of stage {evaluation.kind!r}",
             code="not_an_evaluation",
             where=str(evaluation.path),
-            remedy=f"give the folder or the digest of an artifact of stage {EVALUATE_STAGE.name}",
+            remedy=f"give an artifact of stage {EVALUATE_STAGE.name} or {EVALUATE_LIBERO_STAGE.name}",
         )
     inputs = read_manifest(evaluation.path).inputs
-    tasks, policy = (_in_store(store, inputs[each], each) for each in ("tasks", "model"))
-    started = store.workspace(evaluation.kind, evaluation.path.name) / STARTED
-    recorded = json.loads(started.read_bytes()).get("versions", {}) if started.is_file() else {}
-    bundle = make_bundle(evaluation, tasks, policy, recorded)
-    write_bundle(bundle, target, ImageStore(store.images))
-    print(f"{target}: {len(bundle.episodes)} episodes, {target.stat().st_size / 2**20:.1f} MiB")
-
-
-def _in_store(store: ArtifactStore, digest: str, noun: str) -> Artifact:
-    artifact = store.find_digest(digest)
-    if artifact is None:
-        raise DataError(
-            f"the {noun} is not in the store",
-            code="artifact_not_in_store",
-            where=f"{digest:.80} in {store.root}",
-            remedy="name the store that has it with --store",
-        )
-    return artifact
+    if evaluation.kind == EVALUATE_LIBERO_STAGE.name:
+        policy, versions_file = in_store(store, inputs["policy"], "policy"), workspace / VERSIONS_FILE
+        recorded = json.loads(versions_file.read_bytes()) if versions_file.is_file() else {}
+        robot = make_robot_bundle(evaluation, policy, recorded)
+        write_robot_bundle(robot, target)
+        count = len(robot.episodes)
+    else:
+        tasks, model = (in_store(store, inputs[each], each) for each in ("tasks", "model"))
+        started = workspace / STARTED
+        recorded = json.loads(started.read_bytes()).get("versions", {}) if started.is_file() else {}
+        bundle = make_bundle(evaluation, tasks, model, recorded)
+        write_bundle(bundle, target, ImageStore(store.images))
+        count = len(bundle.episodes)
+    print(f"{target}: {count} episodes, {target.stat().st_size / 2**20:.1f} MiB")
 
 
 def verify_bundle(
@@ -145,106 +120,27 @@ def verify_bundle(
         confidence: probability with which a bundle of which `share` of the rows are false is refuted. A replay without
             promised bits refutes an honest bundle with probability 1 - `confidence` at most.
         seed: seed of the choice of episodes; None: a random one.
-        allowed: names in the bundle whose code may be run, see `named_code`.
+        allowed: names in the bundle whose code may be run, see `named_code`. Robots need none.
 
     Raises:
         ConfigurationError: the bundle names code that is not in `allowed`.
         DataError: the bundle is refuted, cannot be read, or is of another policy; or nothing could be replayed.
     """
-    bundle, here = read_bundle(path), versions(machine)
-    _refuse_code(bundle, allowed)
-    with foreign("the settings or rows of the bundle are not valid", where=str(path)):
-        settings = EvaluateStageSettings.model_validate(bundle.claims.settings)
-        environment = EnvironmentSettings.model_validate(bundle.claims.environment)
-        problems = contradictions(bundle, settings.evaluation)
-    if max(environment.train_tasks or 0, environment.heldout_tasks or 0) > MAX_TASKS:
-        raise DataError(
-            f"the bundle has more than {MAX_TASKS} tasks", code="bundle_has_too_many_tasks", where=str(path)
-        )
-    plan = settings.evaluation
-    checkpoint = _policy(bundle, policy, machine)
-    tasks = run_stage("tasks", environment, {}, machine)
-    planned = planned_tasks(plan, tasks.path)
-    same_environment = evaluated_sources(environment) == bundle.claims.sources
-    if problems := [*problems, *plan_contradictions(bundle, planned, plan.samples_per_task)]:
-        raise DataError(
-            f"the bundle cannot be true: {'; '.join(problems)}",
-            code="bundle_contradicts_itself",
-            where=str(path),
-            remedy=""
-            if same_environment
-            else "the environment's code or data here differ: install the bundle's version",
-        )
-    accuracy = bundle.claims.metrics["accuracy"]
-    print(f"{path}: {len(bundle.episodes)} episodes of {environment.name}, accuracy {accuracy:.3f}")
-    print("the rows agree with the summary, the seeds, the tasks made here and the sample of rollouts")
-
-    generated = not list(named_code(bundle.claims.environment))
-    exact = generated and same_environment and promises_bits(bundle.claims.versions, here)
-    finished = sum(each.result.failure is None for each in bundle.episodes)
-    differing = 1 if exact else differences_needed(confidence)
-    number = episodes or episodes_needed(finished, share, confidence, differing)
+    given = GivenBundle(path, policy, machine)
+    check = robot_check(given) if bundle_kind(path) == EVALUATE_LIBERO_STAGE.name else language_check(given, allowed)
+    print(f"{path}: {check.title}")
+    finished = sum(each.finished for each in check.rows)
+    number = episodes or episodes_needed(
+        finished, share, confidence, 1 if check.exact else differences_needed(confidence)
+    )
     seed = SystemRandom().randrange(2**32) if seed is None else seed
-    chosen = choose(bundle.episodes, number, seed)
+    chosen = choose(check.rows, number, seed)
     print(f"replaying {len(chosen)} of {finished} finished episodes, chosen with --seed {seed}")
     with Scratch() as folder, closing(TerminalEvents()) as events:
         context = StageContext(machine, events, ThreadUnits(), Path(folder), Path(folder, "images"), "verify")
-        outputs, promised = asyncio.run(replay(settings, planned, tasks.path, checkpoint, chosen, context))
-    agreement = compare(chosen, episode_claims(outputs, planned, plan))
-    _report(agreement, finished, path, exact and promised, confidence, share, outputs.drops)
-
-
-def named_code(values: Any) -> Iterator[str]:
-    """Yield the names in the settings of an environment that lead to code other than Armature's generated tasks.
-
-    These are all environments that may run programs, read files or ask servers, and every MODULE:NAME.
-
-    Example:
-        >>> list(named_code({"name": "colors", "args": {}, "tools": ["zoom", "own:tool"]}))
-        ['own:tool']
-    """
-    if isinstance(values, str):
-        if MODULE_NAME.fullmatch(values):
-            yield values
-    elif isinstance(values, Mapping):
-        name = values.get("name")
-        if "args" in values and isinstance(name, str) and ":" not in name:
-            made = ENVIRONMENTS[name] if name in ENVIRONMENTS else None  # noqa: SIM401 (a registry has no `get`)
-            if not getattr(made, "draws_only", False):
-                yield name
-        for value in values.values():
-            yield from named_code(value)
-    elif isinstance(values, Sequence):
-        for value in values:
-            yield from named_code(value)
-
-
-def _refuse_code(bundle: EvaluationBundle, allowed: Collection[str]) -> None:
-    if missing := sorted({*named_code(bundle.claims.environment)} - {*allowed}):
-        raise ConfigurationError(
-            f"the bundle names code to run: {', '.join(map(ascii, missing)):.400}",
-            code="bundle_names_code",
-            where=f"environment = {json.dumps(bundle.claims.environment):.2000}",
-            remedy="if you trust that, name it: " + " ".join(f"--allow {name!a}" for name in missing),
-        )
-
-
-def _policy(bundle: EvaluationBundle, name: str | None, machine: Machine) -> Path:
-    """Return the checkpoint folder of the policy, whose digest is the one in the bundle."""
-    store = open_store(machine)
-    if name is None or not (is_folder(name) or "/" in name):
-        checkpoint = checkpoint_folder(_in_store(store, name or bundle.claims.policy, "policy"))
-    else:
-        source, _, revision = name.partition("@") if not is_folder(name) else (name, "", "")
-        checkpoint = locate(source, revision or None)
-    if (digest := checkpoint_sha256(checkpoint)) != bundle.claims.policy_sha256:
-        raise DataError(
-            f"this is another policy than the bundle's: {digest}, not {bundle.claims.policy_sha256:.64}",
-            code="policy_differs",
-            where=str(checkpoint),
-            remedy="ask for the policy with that SHA-256, and name it with --policy",
-        )
-    return checkpoint
+        replayed = check.replay(chosen, context)
+    agreement = compare(chosen, replayed.claims)
+    _report(agreement, finished, path, check.exact and replayed.promised, confidence, share, replayed.drops)
 
 
 def _report(

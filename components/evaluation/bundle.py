@@ -11,7 +11,6 @@ A bundle holds data only. Reading one imports nothing that it names, and writes 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -27,13 +26,18 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.artifacts.manifest import read_manifest
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import Split, Task
-from armature.components.contracts.errors import DataError
-from armature.components.contracts.files import foreign, regular
 from armature.components.contracts.images import ImageRef
 from armature.components.contracts.metrics import read_finite
 from armature.components.contracts.rollouts import GenerateOutputs, Trajectory
 from armature.components.contracts.stages import Artifact
 from armature.components.environments.stage import read_environment
+from armature.components.evaluation.archive import (
+    CLAIMS_FILE,
+    EPISODES_FILE,
+    opened,
+    summary_contradictions,
+    write_files,
+)
 from armature.components.evaluation.results import EpisodeResult, collect_results, metrics, planned_tasks
 from armature.components.evaluation.settings import EvaluateStageSettings, EvaluationSettings
 from armature.components.evaluation.stage import METRICS_FILE, checkpoint_folder
@@ -41,9 +45,7 @@ from armature.components.models.source import checkpoint_sha256
 from armature.components.rollouts.play import RolloutId
 from armature.components.rollouts.table import read_rollouts
 
-CLAIMS_FILE, EPISODES_FILE, ROLLOUTS_FILE = "bundle.json", "episodes.jsonl", "rollouts.jsonl"
-MAX_FILE_BYTES = 2**28
-"""Largest size in bytes of each file of a bundle."""
+ROLLOUTS_FILE = "rollouts.jsonl"
 SAMPLED_ROLLOUTS = 8
 """Number of episodes in the sample of rollouts."""
 
@@ -89,6 +91,21 @@ class EpisodeClaim:
     result: EpisodeResult
     tokens: str | None
     logprobs: str | None
+
+    @property
+    def name(self) -> str:
+        """The trajectory id."""
+        return self.result.trajectory_id
+
+    @property
+    def finished(self) -> bool:
+        """True if the episode did not fail."""
+        return self.result.failure is None
+
+    @property
+    def solved(self) -> bool:
+        """True if its reward is a success."""
+        return self.result.solved
 
 
 @dataclass(frozen=True)
@@ -176,9 +193,7 @@ def write_bundle(bundle: EvaluationBundle, target: Path, images: ImageStore) -> 
         ROLLOUTS_FILE: b"".join(to_json(each) + b"\n" for each in bundle.rollouts),
         **{f"images/{images.path(ref).name}": images.read(ref) for ref in sorted(refs, key=lambda ref: ref.sha256)},
     }
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    write_files(target, files)
 
 
 def read_bundle(path: Path) -> EvaluationBundle:
@@ -187,36 +202,15 @@ def read_bundle(path: Path) -> EvaluationBundle:
     Raises:
         DataError: the file is not a bundle, or a table of it is too large.
     """
-    with (
-        foreign("not a bundle", where=str(path), remedy="give a file that `armature bundle` wrote"),
-        zipfile.ZipFile(regular(path)) as archive,
-    ):
-        claims = Claims.model_validate(read_finite(_member(archive, CLAIMS_FILE)))
-        lines = [read_finite(line) for line in _member(archive, EPISODES_FILE).splitlines()]
-        sampled = [read_finite(line) for line in _member(archive, ROLLOUTS_FILE).splitlines()]
+    with opened(path) as read:
+        claims = Claims.model_validate(read_finite(read(CLAIMS_FILE)))
+        lines = [read_finite(line) for line in read(EPISODES_FILE).splitlines()]
+        sampled = [read_finite(line) for line in read(ROLLOUTS_FILE).splitlines()]
         rollouts = TypeAdapter(list[dict[str, Any]]).validate_python(sampled)
         episodes = TypeAdapter(list[EpisodeClaim]).validate_python(lines)
         for each in episodes:
-            RolloutId.parse(each.result.trajectory_id)
+            RolloutId.parse(each.name)
         return EvaluationBundle(claims, tuple(episodes), tuple(rollouts))
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the content of a file of the archive. Its size in the archive's index may be wrong, so it is not used.
-
-    Raises:
-        DataError: it is larger than `MAX_FILE_BYTES`.
-    """
-    with archive.open(name) as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise DataError(
-            f"a file of the bundle has more than {MAX_FILE_BYTES} bytes",
-            code="bundle_too_large",
-            where=name,
-            remedy="ask for a bundle of fewer episodes",
-        )
-    return content
 
 
 def contradictions(bundle: EvaluationBundle, plan: EvaluationSettings) -> list[str]:
@@ -228,10 +222,7 @@ def contradictions(bundle: EvaluationBundle, plan: EvaluationSettings) -> list[s
     results = [each.result for each in bundle.episodes]
     if wrong := [each.trajectory_id for each in results if each.solved != _earns(each, plan.success_reward)]:
         problems.append(f"{len(wrong)} rows are not solved as their reward says, such as {wrong[0]!a:.40}")
-    numbers = json.loads(json.dumps(metrics(results, plan.splits)))
-    if wrong := [key for key in numbers | claims.metrics if not _close(numbers.get(key), claims.metrics.get(key))]:
-        pair = claims.metrics.get(wrong[0]), numbers.get(wrong[0])
-        problems.append(f"{wrong[0]!a:.40} of the summary is {pair[0]!a:.40}, by the rows {pair[1]!a:.40}")
+    problems += summary_contradictions(claims.metrics, metrics(results, plan.splits))
     seeds = {name: RolloutId.parse(name).request_seed(plan.seed, 0) for name in rows}
     if wrong := [name for name, each in rows.items() if each.seed != seeds[name]]:
         problems.append(f"{len(wrong)} rows have other seeds than the settings give, such as {wrong[0]!a:.40}")
@@ -265,15 +256,6 @@ def plan_contradictions(bundle: EvaluationBundle, tasks: Sequence[Task], samples
 def _earns(result: EpisodeResult, reward: float) -> bool:
     """Check that an episode was finished with at least `reward`, as `Trajectory.earns` does."""
     return result.reward is not None and (result.reward >= reward or isclose(result.reward, reward, rel_tol=1e-9))
-
-
-def _close(ours: Any, claimed: Any) -> bool:
-    """Check that two documents are equal, up to rounding of their numbers: releases of Python sum differently."""
-    if isinstance(ours, dict) and isinstance(claimed, dict):
-        return ours.keys() == claimed.keys() and all(_close(ours[key], claimed[key]) for key in ours)
-    if isinstance(ours, float) and isinstance(claimed, int | float):
-        return isclose(ours, claimed, rel_tol=1e-9, abs_tol=1e-12)
-    return bool(ours == claimed)
 
 
 def _sampled(rollout: Mapping[str, Any]) -> tuple[str, float] | None:

@@ -1,7 +1,8 @@
-"""Versions of the packages and the kind of processor on which model servers compute answers."""
+"""Versions of the packages and the kind of processor on which servers and robot policies compute answers."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from importlib.metadata import distributions
@@ -13,6 +14,8 @@ from armature.components.contracts.machine import Machine
 
 SERVER_PACKAGES = ("vllm", "torch", "transformers")
 """Packages of the servers' Python environment on which the bits of an answer depend."""
+POLICY_PACKAGES = ("torch", "transformers", "numpy", "mujoco", "robosuite", "hf-libero")
+"""Packages of this environment on which the bits of a robot policy and of its simulator depend."""
 COMMIT = "commit"
 """Key of the git commit; "" if it is not known, as in an installed wheel."""
 
@@ -40,6 +43,26 @@ def versions(machine: Machine) -> dict[str, str]:
         "processor": processor(),
         "threads": str(machine.server_threads),
         "device": device,
+    }
+
+
+def policy_versions(machine: Machine) -> dict[str, str]:
+    """Return what the bits of an evaluation in LIBERO depend on besides settings and weights, as `versions` does.
+
+    The policy and the simulators compute in the environment of this interpreter. `renderer` is MUJOCO_GL.
+    """
+    import torch
+
+    installed = {name: next(iter(distributions(name=name)), None) for name in POLICY_PACKAGES}
+    return {
+        "armature": installed_version(),
+        COMMIT: installed_commit(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: each.version if each else "" for name, each in installed.items()},
+        "renderer": os.environ.get("MUJOCO_GL", "egl"),
+        "processor": processor(),
+        "threads": str(machine.threads or torch.get_num_threads()),
+        "device": "gpu" if torch.cuda.is_available() else "cpu",
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from armature.verify import bundle_evaluation, named_code
+from armature.bundle_checks import named_code
+from armature.verify import bundle_evaluation
 from tests.builders import make_machine
 from tests.evaluation.bundles import EPISODES, ScriptedPool, evaluate, rewritten, write_policy
 
@@ -209,7 +210,7 @@ def hostile(path: Path, kind: str) -> Path:
 def test_hostile_bundles_are_errors(bundle, armature, monkeypatch, kind, code):
     path = hostile(bundle, kind)
     if kind == "too large":
-        monkeypatch.setattr("armature.components.evaluation.bundle.MAX_FILE_BYTES", 2999)
+        monkeypatch.setattr("armature.components.evaluation.archive.MAX_FILE_BYTES", 2999)
     before = sorted(bundle.parent.rglob("*"))
     done = armature("verify", path.name, "--store", "store")
     assert done.code == 1 and f"code: {code}" in done.stderr, done.stderr

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from armature.components.configuration import recipe_from_file
+from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
+from armature.verify import bundle_evaluation, verify_bundle
 from tests.end_to_end.conftest import Project, make
 
 SHORT = """
@@ -87,6 +89,13 @@ def test_libero_chain_from_demonstrations_to_evaluation(made):
     played = document(made["evaluate-libero"], "metrics.json")
     assert (played["episodes"], played["failed"]) == (2, 0) and 0 <= played["success"] <= 1
     assert list((made["evaluate-libero"].path / "videos").rglob("*.mp4"))
+
+
+def test_bundle_of_the_evaluation_is_replayed_bit_for_bit(project, made, capsys):
+    machine = Machine(store=str(project.store))
+    bundle_evaluation(made["evaluate-libero"].digest, project.folder / "evaluation.zip", machine)
+    verify_bundle(project.folder / "evaluation.zip", machine, episodes=1)
+    assert "equal bit for bit: 1 of 1" in capsys.readouterr().out
 
 
 def test_dvc_reuses_the_artifacts_of_the_flow(project, made):

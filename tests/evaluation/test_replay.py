@@ -17,8 +17,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.episodes import Task
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.evaluation.bundle import EpisodeClaim, episode_claims
-from armature.components.evaluation.replay import (
+from armature.components.evaluation.agreement import (
     choose,
     compare,
     detection_probability,
@@ -27,6 +26,7 @@ from armature.components.evaluation.replay import (
     promises_bits,
     sign_test,
 )
+from armature.components.evaluation.bundle import EpisodeClaim, episode_claims
 from armature.components.evaluation.results import EpisodeResult
 from armature.components.evaluation.settings import EvaluationSettings
 from armature.components.rollouts.collect import collect

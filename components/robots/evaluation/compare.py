@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from armature.components.contracts.errors import DataError
+from armature.components.evaluation.agreement import sign_test
 from armature.components.evaluation.wilson import Comparison, compare_proportions
 from armature.components.robots.evaluation.results import (
     LiberoResult,
@@ -19,6 +21,7 @@ from armature.components.robots.evaluation.results import (
     by_perturbation,
     by_suite,
     by_task,
+    metrics,
     numbers,
 )
 
@@ -44,23 +47,6 @@ class PairedComparison:
     def difference(self) -> float:
         """Success rate of the second policy minus the rate of the first."""
         return (self.only_second - self.only_first) / self.pairs
-
-
-def sign_test(first: int, second: int) -> float:
-    """Return the two-sided p-value of `first` heads and `second` tails, under the hypothesis that the coin is fair.
-
-    It is min(1, 2 P(X <= min(first, second))), where X is the number of heads in as many tosses.
-
-    Example:
-        >>> sign_test(0, 5)
-        0.0625
-    """
-    trials = first + second
-    tail = ways = 1
-    for k in range(min(first, second)):
-        ways = ways * (trials - k) // (k + 1)  # exact: the binomial coefficient of k + 1
-        tail += ways
-    return min(1.0, 2 * tail / 2**trials)
 
 
 def compare_results(
@@ -109,6 +95,12 @@ def compare_perturbed(
     others = by_perturbation(second)
     groups = by_perturbation(first).items()
     return {label: compare_results(group, others[label], confidence) for label, group in groups if label in others}
+
+
+def all_metrics(results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]) -> dict[str, Any]:
+    """Return the content of `metrics.json`, which has "perturbations" if episodes were perturbed."""
+    changed = perturbed_metrics(results, perturbed)
+    return {**metrics(results), **({"perturbations": changed} if changed else {})}
 
 
 def perturbed_metrics(

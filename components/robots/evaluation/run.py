@@ -252,6 +252,15 @@ class EpisodePlayer:
                 return AttemptedEpisode(None, problems[-1], lost, time.monotonic() - started)
 
 
+def outcome_of(attempted: AttemptedEpisode[PlayedEpisode]) -> EpisodeOutcome:
+    """Return the outcome of an episode that was played, or given up."""
+    played, lost, seconds = attempted.result, attempted.lost, attempted.seconds
+    if played is not None:
+        return EpisodeOutcome(played.success, played.actions, None, lost, seconds)
+    nothing = np.zeros((0, len(ACTION_NAMES)), np.float32)
+    return EpisodeOutcome(False, nothing, str(attempted.problem), lost, seconds)
+
+
 class Evaluation:
     """Evaluation of a policy on planned episodes. Finished episodes are read from the journal and not played again.
 
@@ -292,13 +301,7 @@ class Evaluation:
         return self.outcomes
 
     def _finish(self, planned: PlannedEpisode, attempted: AttemptedEpisode[PlayedEpisode]) -> None:
-        played, lost, seconds = attempted.result, attempted.lost, attempted.seconds
-        if played is not None:
-            outcome = EpisodeOutcome(played.success, played.actions, None, lost, seconds)
-        else:
-            nothing = np.zeros((0, len(ACTION_NAMES)), np.float32)
-            outcome = EpisodeOutcome(False, nothing, str(attempted.problem), lost, seconds)
-        self.outcomes[planned.key] = outcome
+        self.outcomes[planned.key] = outcome = outcome_of(attempted)
         failed = sum(each.failure is not None for each in self.outcomes.values())
         if failed > self._settings.failed_episodes:
             raise WorkerError(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
+VERSIONS_FILE = "versions.json"
+"""File in the workspace with the `policy_versions` of an evaluation."""
 COMPARISON_FILE = "comparison.json"
 SHOWN = ("success", "success_low", "success_high", "difference")
 """Names of the metrics that are logged to the run for each perturbation. `metrics.json` has all metrics."""
@@ -99,29 +101,28 @@ def evaluate_policy(
     context: StageContext,
 ) -> StageReport:
     """Evaluate any policy and write all result files, see `evaluate_libero`. tasks: the tasks of each suite."""
+    from armature.components.machine.versions import policy_versions
     from armature.components.pages.report import write_report
-    from armature.components.robots.evaluation.compare import perturbed_metrics
+    from armature.components.robots.evaluation.compare import all_metrics
     from armature.components.robots.evaluation.page import evaluation_report
     from armature.components.robots.evaluation.results import (
         EVAL_INFO_FILE,
         collect_perturbed,
         collect_results,
         eval_info,
-        metrics,
         write_results,
     )
     from armature.components.robots.evaluation.schedule import plan_episodes
 
     started = time.monotonic()
+    write_json(context.workspace / VERSIONS_FILE, policy_versions(context.machine))
     planned = plan_episodes(settings.evaluation, tasks)
     outcomes = _play(policy, settings, planned, processes, context)
     results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
     every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
     stills, differing = _film(settings, planned, outcomes, every, processes[0], out, context)
     write_results(out, results, perturbed)
-    numbers = metrics(results)
-    changed = perturbed_metrics(results, perturbed)
-    numbers |= {"perturbations": changed} if changed else {}
+    numbers = all_metrics(results, perturbed)
     videos = {still.key: still.video for still in stills}
     write_json(out / METRICS_FILE, numbers)
     write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
@@ -129,7 +130,8 @@ def evaluate_policy(
     page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed)
     write_report(out / "report.html", page)
     shown = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
-    shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed.items() for key in SHOWN}
+    changed = numbers.get("perturbations", {}).items()
+    shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed for key in SHOWN}
     context.events.metrics(shown, 0)
     drops = {
         "episodes not played": sum(result.failure is not None for result in every.values()),

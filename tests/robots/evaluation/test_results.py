@@ -11,9 +11,10 @@ import pytest
 from scipy.stats import binomtest, chi2_contingency
 
 from armature.components.contracts.errors import DataError
+from armature.components.evaluation.agreement import sign_test
 from armature.components.evaluation.wilson import compare_proportions
 from armature.components.pages.report import write_report
-from armature.components.robots.evaluation.compare import compare_parts, compare_results, sign_test
+from armature.components.robots.evaluation.compare import compare_parts, compare_results
 from armature.components.robots.evaluation.page import comparison_report, evaluation_report
 from armature.components.robots.evaluation.results import (
     LiberoResult,
