@@ -94,14 +94,14 @@ def bundle_kind(path: Path) -> str:
         return str(read_finite(read(CLAIMS_FILE)).get("kind", "evaluate"))
 
 
-def language_check(given: GivenBundle, allowed: Collection[str]) -> BundleCheck:
+def language_check(file: GivenBundle, allowed: Collection[str]) -> BundleCheck:
     """Check a bundle of stage `evaluate` without a replay.
 
     Raises:
         ConfigurationError: the bundle names code that is not in `allowed`.
         DataError: the bundle contradicts itself or the tasks made here, cannot be read, or is of another policy.
     """
-    path, machine = given.path, given.machine
+    path, machine = file.path, file.machine
     bundle, here = read_bundle(path), versions(machine)
     _refuse_code(bundle, allowed)
     with foreign("the settings or rows of the bundle are not valid", where=str(path)):
@@ -110,9 +110,8 @@ def language_check(given: GivenBundle, allowed: Collection[str]) -> BundleCheck:
         problems = contradictions(bundle, settings.evaluation)
     _refuse_many(max(environment.train_tasks or 0, environment.heldout_tasks or 0), path)
     plan, claims = settings.evaluation, bundle.claims
-    checkpoint = (
-        checkpoint_folder(found) if isinstance(found := _policy(given, claims.policy, MODEL), Artifact) else found
-    )
+    policy = _policy(file, claims.policy, MODEL)
+    checkpoint = checkpoint_folder(policy) if isinstance(policy, Artifact) else policy
     _refuse_policy(checkpoint_sha256(checkpoint), claims.policy_sha256, checkpoint)
     tasks = run_stage("tasks", environment, {}, machine)
     planned = planned_tasks(plan, tasks.path)
@@ -134,14 +133,14 @@ def language_check(given: GivenBundle, allowed: Collection[str]) -> BundleCheck:
     return BundleCheck(title, bundle.episodes, exact, again)
 
 
-def robot_check(given: GivenBundle) -> BundleCheck:
+def robot_check(file: GivenBundle) -> BundleCheck:
     """Check a bundle of stage `evaluate-libero` without a replay.
 
     Raises:
         ConfigurationError: a task of the bundle is not in LIBERO.
         DataError: the bundle contradicts itself, cannot be read, or is of another policy.
     """
-    path, bundle = given.path, read_robot_bundle(given.path)
+    path, bundle = file.path, read_robot_bundle(file.path)
     claims = bundle.claims
     with foreign("the settings of the bundle are not valid", where=str(path)):
         settings = EvaluateLiberoStageSettings.model_validate(claims.settings)
@@ -153,9 +152,9 @@ def robot_check(given: GivenBundle) -> BundleCheck:
     planned = plan_episodes(plan, tasks)
     _refuse_contradictions(robot_contradictions(bundle, settings, planned), path)
     source: Path | None = None
-    if claims.policy_sha256 or given.policy is not None:
-        found = _policy(given, claims.policy, POLICY)
-        source = found.path if isinstance(found, Artifact) else found
+    if claims.policy_sha256 or file.policy is not None:
+        policy = _policy(file, claims.policy, POLICY)
+        source = policy.path if isinstance(policy, Artifact) else policy
         _refuse_policy(policy_sha256(source), claims.policy_sha256, source)
 
     def again(chosen: Sequence[Any], context: StageContext) -> Replayed:
@@ -163,7 +162,7 @@ def robot_check(given: GivenBundle) -> BundleCheck:
         failed = sum(not each.finished for each in rows)
         return Replayed(rows, {"could not be played": failed} if failed else {})
 
-    here, claimed = policy_versions(given.machine), claims.versions
+    here, claimed = policy_versions(file.machine), claims.versions
     if source is None:  # no policy computes
         here, claimed = ({**each, "device": "cpu"} for each in (here, claimed))
     replays = "the policy" if source is not None else "the recorded actions, as another program computed the policy:"
@@ -226,11 +225,11 @@ def _refuse_contradictions(problems: Sequence[str], path: Path, remedy: str = ""
         )
 
 
-def _policy(given: GivenBundle, digest: str, kind: CheckpointKind) -> Artifact | Path:
+def _policy(file: GivenBundle, digest: str, kind: CheckpointKind) -> Artifact | Path:
     """Return the policy: an artifact of the store, or the folder of a checkpoint."""
-    name = given.policy
+    name = file.policy
     if name is None or not (is_folder(name) or "/" in name):
-        return in_store(open_store(given.machine), name or digest, "policy")
+        return in_store(open_store(file.machine), name or digest, "policy")
     source, _, revision = name.partition("@") if not is_folder(name) else (name, "", "")
     return locate(source, revision or None, kind)
 
@@ -249,7 +248,7 @@ def in_store(store: ArtifactStore, digest: str, noun: str) -> Artifact:
     """Return the artifact of the store with that digest.
 
     Raises:
-        DataError: there is none.
+        DataError: the store does not have it.
     """
     artifact = store.find_digest(digest)
     if artifact is None:

@@ -126,8 +126,8 @@ def verify_bundle(
         ConfigurationError: the bundle names code that is not in `allowed`.
         DataError: the bundle is refuted, cannot be read, or is of another policy; or nothing could be replayed.
     """
-    given = GivenBundle(path, policy, machine)
-    check = robot_check(given) if bundle_kind(path) == EVALUATE_LIBERO_STAGE.name else language_check(given, allowed)
+    file = GivenBundle(path, policy, machine)
+    check = robot_check(file) if bundle_kind(path) == EVALUATE_LIBERO_STAGE.name else language_check(file, allowed)
     print(f"{path}: {check.title}")
     finished = sum(each.finished for each in check.rows)
     number = episodes or episodes_needed(

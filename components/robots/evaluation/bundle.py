@@ -3,7 +3,7 @@
 bundle.json      settings, versions, digests of the policy, metrics
 episodes.jsonl   one row per planned episode: start, seed, outcome and actions
 
-A bundle holds data only, as those of `components/evaluation/bundle.py`. Its episodes can be played again by the policy,
+A bundle holds data only, as in `components/evaluation/bundle.py`. Its episodes can be played again by the policy,
 or from their recorded actions where the policy was computed by another program.
 """
 
@@ -189,14 +189,14 @@ def robot_contradictions(
     """
     claims, results = bundle.claims, [each.result for each in bundle.episodes]
     starts = [_start(each) for each in planned]
-    found = [
+    listed = [
         (each.name, each.result.language, each.result.initial_state, each.result.simulator_seed)
         for each in bundle.episodes
     ]
     problems = []
-    if found != starts:
-        wrong = sum(one != other for one, other in zip(found, starts, strict=False))
-        problems.append(f"{len(found)} episodes are listed, {len(starts)} planned, and {wrong} are not as planned")
+    if listed != starts:
+        wrong = sum(one != other for one, other in zip(listed, starts, strict=False))
+        problems.append(f"{len(listed)} episodes are listed, {len(starts)} planned, and {wrong} are not as planned")
         return problems
     limits = [each.max_steps for each in planned]
     if wrong_ends := [each.name for each, limit in zip(bundle.episodes, limits, strict=True) if not _ends(each, limit)]:
@@ -243,7 +243,7 @@ def replay_episodes(
         source: checkpoint or artifact of the policy; None: the recorded actions are carried out.
 
     Returns:
-        The claims that the replay gives; those of episodes that could not be played are not `finished`.
+        The claims that the replay gives. Episodes that could not be played are not `finished`.
     """
     claims = {each.name: each for each in chosen}
     again = [each for each in planned if _start(each)[0] in claims]
