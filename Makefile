@@ -83,7 +83,7 @@ fuzz: .venv/.made  ## damaged inputs at every door; choose with SECONDS=600 INPU
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --inputs $(or $(INPUTS),2000) $(ARGS)
 
 chaos: environments  ## kill, pause, cut off and fill up short trainings; choose with RUNS=30 and ARGS="--seed 1"
-	$(BIN)/python -m tests.chaos --runs $(or $(RUNS),30) $(ARGS)
+	$(BIN)/armature drill --minutes 600 --runs $(or $(RUNS),30) $(ARGS)
 	$(BIN)/python -m pytest tests/chaos
 
 bench: environments  ## measure, as ratios within one run; choose with NAMES="pool batches"

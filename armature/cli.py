@@ -15,7 +15,7 @@ from armature.components.contracts.errors import ArmatureError, ConfigurationErr
 from armature.components.contracts.installation import DISTRIBUTION, installation_error, installed_version
 
 GROUPS = {
-    "Recipes": ("init", "list", "check", "plan", "show", "run", "view", "reproduce"),
+    "Recipes": ("init", "list", "check", "plan", "show", "run", "view", "reproduce", "drill"),
     "Models": ("setup", "train-multimodal", "serve", "serve-policy", "export", "push"),
     "Platform": ("up", "down", "status", "env", "deploy", "submit"),
     "Artifacts": ("stage", "bundle", "verify", "store"),

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from armature.commands.arguments import MachineOverrides, Overrides, Store
+from armature.commands.arguments import MachineOverrides, Name, Overrides, Store, overrides
 
 app = typer.Typer()
 
@@ -156,3 +156,36 @@ def reproduce(
     from armature.reproduce import reproduce as measure_again
 
     measure_again(names or [])
+
+
+@app.command(epilog="Examples: armature drill; armature drill my/recipe.toml --runs 10 --seed 7 --folder drills")
+def drill(
+    recipe: Name = "train-vlm/colors",
+    runs: Annotated[int, typer.Option(min=1, help="How many runs are disturbed.")] = 3,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Seed of the first run's faults; the next run has the next one. Default: random."),
+    ] = None,
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder of the runs. A new one is removed unless a run fails.", file_okay=False),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=1, help="Time limit for everything.")] = 60,
+    set_: Overrides = None,
+    machine: MachineOverrides = None,
+) -> None:
+    """Kill and pause processes of short runs, and check that this changes nothing.
+
+    A recipe of train-vlm or train-vla-rl is cut to a few steps and runs once undisturbed. Then its servers, ranks,
+    simulators and whole runs are killed and paused at random times, and connections to a server are cut by a proxy.
+    Every run has to end with the results of the undisturbed one, bit for bit; otherwise the first difference is shown.
+
+    Only processes that these runs started are touched. The promise holds on CPU in float32.
+    """
+    import random
+
+    from armature.drill.drill import drill as drill_recipe
+
+    seed = random.randrange(10**6) if seed is None else seed
+    drill_recipe(recipe, overrides(set_, machine), folder, runs, seed, minutes)
+    print(f"all {runs} runs ended with the weights of the undisturbed one")

@@ -26,7 +26,8 @@ from armature.components.rollouts.batches.ratios import ratios_file, read_log_ra
 from armature.components.rollouts.table import read_rollouts
 from armature.components.vlm.client import TrainerClient, TrainerPolicySettings
 from armature.components.vlm.settings import TrainerSettings
-from tests.chaos.training import children, is_server, is_trainer
+from armature.drill.faults import MARK
+from tests.chaos.colors import processes_of
 from tests.conftest import SharedServer
 
 STEPS, GROUPS, MEMBERS = 10, 4, 4
@@ -74,7 +75,8 @@ class Run:
         command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(config), *sets, *arguments]
         with self.log.open("ab") as log:
             out = ["--out", str(self.folder / "train-vlm")]
-            return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
+            environment = os.environ | {MARK: str(self.folder)}
+            return subprocess.Popen([*command, *out], env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def evaluations_begun(self) -> int:
         return len(re.findall(rf"^evaluation \d+/{HELDOUT}", self.log.read_text(errors="replace"), re.MULTILINE))
@@ -111,10 +113,10 @@ def killed_run(
     process = run.start()
     wait_for_step(run, process, 1)
     time.sleep(rng.uniform(0, 0.3))
-    children(process, is_server)[0].kill()
+    processes_of(str(run.folder), "server")[0].kill()
     wait_for_step(run, process, 2)
     time.sleep(rng.uniform(0, 0.3))
-    children(process, is_trainer)[0].kill()
+    processes_of(str(run.folder), "rank")[0].kill()
     wait_for_step(run, process, EVERY - 1)
     played = run.evaluations_begun()
     while run.evaluations_begun() == played:

@@ -18,7 +18,7 @@ from armature.components.artifacts.manifest import write_manifest
 from armature.components.artifacts.record import read_record
 from armature.components.artifacts.remote import MARKER, NO_STAGES, RemoteMarker
 from armature.components.artifacts.store import ArtifactStore
-from tests.chaos.training import Training, make_inputs
+from tests.chaos.colors import colors_run, make_colors_inputs
 from tests.interop.cluster.s3_server import Server, client_of, running
 from tests.production.faulty_network import Faults, faulty
 
@@ -76,19 +76,19 @@ def test_every_file_is_uploaded_once_and_complete(tmp_path, server):
 
 
 def test_disturbed_training_has_the_undisturbed_weights(tmp_path, server):
-    inputs, faults = make_inputs(tmp_path / "inputs"), Faults(**FAULTS)
-    undisturbed = Training(tmp_path / "undisturbed", inputs)
+    inputs, faults = make_colors_inputs(tmp_path / "inputs"), Faults(**FAULTS)
+    undisturbed = colors_run(tmp_path / "undisturbed", inputs)
     assert undisturbed.start().wait() == 0, undisturbed.log.read_text()[-4000:]
     with faulty(server.url, faults) as url, client_of(url):
-        disturbed = Training(tmp_path / "disturbed", inputs, machine=(f"remote_store={URL}",))
+        disturbed = colors_run(tmp_path / "disturbed", inputs, f"remote_store={URL}")
         run = disturbed.start()
         while disturbed.steps_done() < 3:
-            assert run.poll() is None, disturbed.log.read_text()[-4000:]
+            assert run.returncode is None, disturbed.log.read_text()[-4000:]
             time.sleep(0.2)
         faults.away.set()
         Timer(AWAY, faults.away.clear).start()
         assert run.wait() == 0, disturbed.log.read_text()[-4000:]
-    assert disturbed.weights_digest() == undisturbed.weights_digest()
+    assert disturbed.results() == undisturbed.results()
     assert held(server) == made(disturbed.store)
     assert not [name for name in server.names() if name.endswith("newest.json")]
     assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()

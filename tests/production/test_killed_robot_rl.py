@@ -16,7 +16,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.chaos.training import children, is_trainer
+from armature.drill.faults import MARK
+from tests.chaos.colors import processes_of
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
@@ -47,6 +48,8 @@ FAULTS = (
     *((0, "flow"), (0, "simulator"), (1, "trainer"), (1, "simulator")),
     *((2, "flow"), (3, "trainer"), (3, "flow"), (4, "flow")),
 )
+KINDS = {"flow": "simulator", "simulator": "simulator", "trainer": "rank"}
+"""The kind of process that has to run at the time of a fault, by the victim."""
 TRAINED = ("train-vla", "train-vla-rl")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -62,7 +65,7 @@ class Flow:
 
     def start(self) -> subprocess.Popen[bytes]:
         sets = [f"--set={override}" for override in OVERRIDES]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: str(self.folder)}
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [PYTHON, "-m", "armature", "run", "train-vla-rl/tiny", *sets],
@@ -80,13 +83,6 @@ class Flow:
         """Return the contents of the files in the store that match `pattern`, by path."""
         result = sorted(path for path in self.store.glob(pattern) if path.is_file())
         return {str(path.relative_to(self.store)): path.read_bytes() for path in result}
-
-
-def is_simulator(command: str) -> bool:
-    return "armature.components.robots.libero.worker" in command and "components/machine/process.py" not in command
-
-
-VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +107,14 @@ def disturb(flow: Flow, rng: random.Random) -> None:
     """
     process = flow.start()
     for tables, name in FAULTS:
-        while len(flow.files(TABLES)) < tables or not children(process, VICTIMS.get(name, is_simulator)):
+        while len(flow.files(TABLES)) < tables or not processes_of(str(flow.folder), KINDS[name]):
             assert process.poll() is None, flow.log.read_text(errors="replace")[-4000:]
             time.sleep(0.1)
         moment = rng.uniform(0, 1 if name == "trainer" else 3)
         time.sleep(moment)
         print(f"the {name} is killed {moment:.1f} s after {len(flow.files(TABLES))} tables were there")
         if name != "flow":
-            children(process, VICTIMS[name])[0].kill()
+            processes_of(str(flow.folder), KINDS[name])[0].kill()
             continue
         descendants = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)

@@ -254,3 +254,21 @@ def test_run_with_lost_trainer_node_has_the_weights_of_one_machine(ray_cluster: 
     print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
     assert "the trainer died after step" in run.tail(5000)
     ray_cluster.add(lost)
+
+
+def test_drill_signals_processes_on_nodes_and_finds_the_same_weights(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """The drill kills a rank and an actor of its run, which are not processes of the machine on which it begins."""
+    servers, trainer = "servers={num_cpus=2}", "trainer={num_cpus=1}"
+    place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, {servers}, {trainer}}}'
+    python = f'servers.python="{ROOT / ".venv-vllm/bin/python"}"'
+    command = [str(PYTHON), "-m", "armature", "drill", "--runs", "1", "--seed", "12", "--folder", str(tmp_path / "new")]
+    for fact in (place, "workers.rollouts=2", python, "threads=1"):
+        command += ["--machine", fact]
+    began = time.monotonic()
+    drill = ray_cluster.head.start(command, ENVIRONMENT, "drill.log")
+    assert drill.wait(2400) == 0, drill.tail(60)
+    output = drill.tail(60)
+    print(f"{output}\nafter {time.monotonic() - began:.0f} s")
+    assert re.search(r"kill rank, .*process \d+ on ray\d", output)
+    assert re.search(r"kill actor, .*process \d+ on ray\d", output)
+    assert not (tmp_path / "new").exists()

@@ -14,7 +14,8 @@ import pytest
 
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.digests import folder_digest
-from tests.chaos.training import STEPS, Training, make_inputs
+from armature.drill.runs import DrilledRun
+from tests.chaos.colors import STEPS, colors_run, make_colors_inputs
 
 pytestmark = pytest.mark.timeout(1800)
 BEGUN = 4
@@ -22,18 +23,18 @@ BEGUN = 4
 checkpoint."""
 
 
-def stored(training: Training) -> dict[tuple[str, str], str]:
+def stored(training: DrilledRun) -> dict[tuple[str, str], str]:
     """Return the digests of the rollouts and batches in the store of one machine's training, by kind and name."""
     result = {(each.kind, each.path.name): each.digest for each in ArtifactStore(training.store)}
     return {key: digest for key, digest in result.items() if key[0] in ("rollouts", "batches")}
 
 
 def test_two_machines_on_one_run_have_one_result(tmp_path: Path) -> None:
-    inputs, remote = make_inputs(tmp_path / "inputs"), tmp_path / "remote"
-    one, two = (Training(tmp_path / name, inputs, (f"remote_store={remote}",)) for name in ("one", "two"))
+    inputs, remote = make_colors_inputs(tmp_path / "inputs"), tmp_path / "remote"
+    one, two = (colors_run(tmp_path / name, inputs, f"remote_store={remote}") for name in ("one", "two"))
     runs = [one.start()]
     while one.steps_done() < BEGUN:
-        assert runs[0].poll() is None, one.log.read_text()[-4000:]
+        assert runs[0].returncode is None, one.log.read_text()[-4000:]
         time.sleep(0.1)
     runs.append(two.start())
     assert [run.wait() for run in runs] == [0, 0], two.log.read_text()[-4000:]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 
@@ -41,37 +40,23 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        if self._cut:
-            return _end(client)
-        with suppress(OSError), socket.create_connection(self._target) as server:
-            self._open |= {client, server}
-            back = threading.Thread(target=_pump, args=(server, client), daemon=True)
-            back.start()
-            _pump(client, server)
-            back.join()
-            self._open -= {client, server}
-        return _end(client)
+        with client, suppress(OSError):
+            if not self._cut:
+                with socket.create_connection(self._target) as server:
+                    self._open |= {client, server}
+                    threading.Thread(target=_pump, args=(server, client), daemon=True).start()
+                    _pump(client, server)
+                    self._open -= {client, server}
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
-    for side in (source, target):
-        with suppress(OSError):
-            side.shutdown(socket.SHUT_RDWR)
+    _end(source)
+    _end(target)
 
 
 def _end(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-@contextmanager
-def proxied(url: str) -> Iterator[Proxy]:
-    proxy = Proxy(url)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
