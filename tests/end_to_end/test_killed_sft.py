@@ -20,7 +20,7 @@ from tests.end_to_end.conftest import start_stage
 KILLED_AFTER = 5
 OVERRIDES = ("trainer.epochs=1", "trainer.save_every=3", "model.tiny.format.steps=20")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def steps_done(folder: Path) -> int:
@@ -29,7 +29,7 @@ def steps_done(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
-@pytest.mark.parametrize("name", [pytest.param("sft/colors", marks=pytest.mark.long), "sft/colors-dpo"])
+@pytest.mark.parametrize("name", ["sft/colors", "sft/colors-dpo"])
 def test_killed_training_resumes_to_the_uninterrupted_weights(name, tmp_path):
     recipe = load_recipe(name, [*OVERRIDES, f'machine.store="{tmp_path / "inputs"}"'])
     machine = recipe.sections["machine"]

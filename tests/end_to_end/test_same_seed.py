@@ -16,8 +16,9 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("recipe", ["train-vlm/colors", pytest.param("train-vlm/molmo2-tiny", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["train-vlm/colors", "train-vlm/molmo2-tiny"])
 def test_simultaneous_runs_have_the_same_weights(tmp_path, recipe):
     """Their servers answer in another order and in other batches, as both are slowed down by the other one."""
     if not (ROOT / ".venv-vllm/bin/python").exists():
