@@ -99,7 +99,7 @@ def run(name: str, recipe: Sections, of: str = "", **inputs: Artifact) -> Artifa
     return run_with(name, recipe.settings_for(stage.settings), recipe.machine, of, **inputs)
 
 
-def run_with(name: str, settings: BaseModel, machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
+def run_with(name: str, settings: BaseModel, machine: Machine, of: str = "", /, **inputs: Artifact) -> Artifact:
     """Run stage `name` of a flow with these settings, and return its artifact, new or reused.
 
     `of` is a suffix for the task run's name, and `inputs` are the artifacts that the stage reads, by the names of its

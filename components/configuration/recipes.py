@@ -149,6 +149,7 @@ RECIPES = Registry(
         "evaluate/libero-perturbed": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-openpi": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-lerobot": f"{_ROBOTS}:EvaluateLibero",
+        "evaluate/libero-sweep": f"{_ROBOTS}:SweepPolicies",
     },
 )
 """Recipe classes. A key is the whole name of a recipe, or the name of a flow, for all other recipes of the flow."""

@@ -57,6 +57,7 @@ STAGES = Registry(
         "train-vla-rl": "armature.components.robots.rl.stage:TRAIN_VLA_RL_STAGE",
         "evaluate-libero": "armature.components.robots.evaluation.stage:EVALUATE_LIBERO_STAGE",
         "compare-libero": "armature.components.robots.evaluation.stage:COMPARE_LIBERO_STAGE",
+        "compare-policies": "armature.components.robots.evaluation.sweep:COMPARE_POLICIES_STAGE",
     },
 )
 

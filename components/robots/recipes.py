@@ -24,6 +24,7 @@ from armature.components.robots.evaluation.settings import (
     LiberoEvaluationSettings,
     TrainLiberoEvaluationSettings,
 )
+from armature.components.robots.evaluation.sweep import PolicySweepSettings
 from armature.components.robots.imitation.settings import TrainVLASettings, VLATrainerSettings
 from armature.components.robots.libero.settings import DemonstrationSettings, SimulatorSettings
 from armature.components.robots.policies.settings import RobotPolicySettings
@@ -333,6 +334,46 @@ class EvaluateLibero(Sections):
             policy = getattr(self, section)
             if policy is not None and policy.external is not None:
                 refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings), section)
+        refuse_episodes(self.evaluation, self.simulator)
+
+
+class SweepPolicies(Sections):
+    """Recipe: several policies play the same episodes, and each pair is compared. A failing evaluation does not stop
+    the others."""
+
+    FLOW = "armature.flows.sweep_policies.sweep_policies"
+    JOINED = (EvaluateLiberoStageSettings,)
+
+    sweep: PolicySweepSettings
+    """The policies."""
+    simulator: SimulatorSection
+    evaluation: LiberoEvaluationSection
+    comparison: CompareLiberoSettings
+    """Comparison of each pair."""
+    machine: MachineSection = Machine()
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        for name, policy in self.sweep.policies.items():
+            _refuse_quantization("evaluation", self.evaluation, f"sweep.policies.{name}", policy)
+        return self
+
+    def refuse_sources(self) -> None:
+        """Check that each policy has one source, which may also be an alias of MLflow."""
+        from armature.components.robots.policies.source import policy_source
+
+        for policy in self.sweep.policies.values():
+            policy_source(policy)
+
+    def refuse_ahead(self) -> None:
+        """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
+        from armature.components.robots.evaluation.robot import refuse_external
+        from armature.components.robots.evaluation.schedule import refuse_episodes
+
+        for name, policy in self.sweep.policies.items():
+            if policy.external is not None:
+                settings = self.settings_for(EvaluateLiberoStageSettings)
+                refuse_external(policy.external, settings, f"sweep.policies.{name}")
         refuse_episodes(self.evaluation, self.simulator)
 
 

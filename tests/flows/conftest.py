@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from armature.components.artifacts.manifest import read_manifest
 from armature.components.configuration import Recipe, load_recipe
 from armature.components.configuration.stages import STAGES
 from armature.components.contracts.errors import DataError
@@ -71,6 +72,8 @@ def small_policy(settings, inputs, folder, context):
 
 
 def small_play(settings, inputs, folder, context):
+    if "unlucky" in str(read_manifest(inputs["policy"].path).settings):
+        raise DataError("this policy brings no luck", where="policy", remedy="take another")
     trained = inputs["policy"].kind in ("train-vla", "train-vla-rl")
     (folder / "metrics.json").write_text(json.dumps({"success": 0.75 if trained else 0.0, "episodes": 4}))
     return StageReport(rows={"episodes": 4})
@@ -89,6 +92,7 @@ def small_stages(monkeypatch) -> Iterator[None]:
         "train-vla-rl": small_training,
         "evaluate-libero": small_play,
         "compare-libero": small_data,
+        "compare-policies": small_data,
     }
     module = types.ModuleType("small_stages")
     for name, run in runs.items():

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from armature.components.configuration import settings_in
 from armature.components.configuration.recipes import RECIPES
+from armature.components.robots.evaluation.sweep import PolicySweepSettings
 from armature.components.viewer.address import announced
 from armature.components.vlm.settings import WarmStartSettings
 from armature.deployments import flow_of
@@ -233,6 +234,25 @@ def test_failing_sweep_cell_keeps_the_results_of_others(recipe):
     rows = {row["checkpoint"]: row for row in json.loads(artifacts_of(state)["results"])}
     assert len(rows) == 4
     assert rows["tiny/llava-seed1"]["accuracy"] == 0.51 and "no luck" in rows["tiny/llava-seed13"]["error"]
+
+
+def test_failing_policy_of_a_sweep_leaves_the_others(recipe):
+    from armature.flows.sweep_policies import sweep_policies
+
+    tiny = recipe("train-vla/tiny").sections["policy"]
+    policies = {name: tiny.model_copy(update={"norm_tag": name}) for name in ("name", "settings", "unlucky")}
+    sections = dict(recipe("evaluate/libero-sweep").sections)
+    sections |= {
+        "machine": recipe("train-vla/tiny").sections["machine"],
+        "sweep": PolicySweepSettings(policies=policies),
+    }
+    state = sweep_policies(**sections, return_state=True)
+    assert state.is_failed() and state.message.startswith("1/3 policies failed: unlucky: ")
+    rows = {row["checkpoint"]: row for row in json.loads(artifacts_of(state)["results"])}
+    assert [rows[name].get("success") for name in policies] == [0.0, 0.0, ""] and "no luck" in rows["unlucky"][
+        "error"
+    ]
+    assert "comparison" in artifacts_of(state)["summary"]
 
 
 def test_checkpoint_may_be_alias_digest_or_folder(recipe):

@@ -108,9 +108,9 @@ REPEATED = ("\\boxed{", "{", "<answer>", "(1,", "1", "1,234", "(B)", "answer is 
 
 @pytest.mark.parametrize("piece", REPEATED)
 @pytest.mark.timeout(60)
-def test_million_characters_are_graded_in_seconds(piece: str) -> None:
-    """Linear time: every place where a pattern may begin is passed once."""
-    completion = piece * (10**6 // len(piece))
+def test_long_answers_are_graded_in_linear_time(piece: str) -> None:
+    """Every place where a pattern may begin is passed once. Passing it again for each other would take hours."""
+    completion = piece * (2 * 10**5 // len(piece))
     answers = {"choice": "B", "number": 3, "box_iou": [0, 0, 10, 10], "point_in_box": [0, 0, 10, 10]}
     for values in EVERY[:-2]:
         reward = rewards_of(values, "all")
@@ -119,7 +119,7 @@ def test_million_characters_are_graded_in_seconds(piece: str) -> None:
             graded([reward], RewardInput(completion, answers.get(values["name"], "red"), {"width": 9, "height": 9}))
         )
         assert not isinstance(value, RolloutFailed), (values, value)
-        assert time.process_time() - start < 5, values
+        assert time.process_time() - start < 2, values
 
 
 def test_reward_processes_accept_a_million_characters() -> None:
