@@ -20,7 +20,7 @@ from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.environments import ENVIRONMENTS
 from armature.components.environments.make import evaluated_sources
 from armature.components.environments.settings import EnvironmentSettings
-from armature.components.evaluation.agreement import Claim, promises_bits
+from armature.components.evaluation.agreement import Claim, obstacles_to_bits
 from armature.components.evaluation.archive import CLAIMS_FILE, opened
 from armature.components.evaluation.bundle import (
     EvaluationBundle,
@@ -75,12 +75,12 @@ class Replayed:
 class BundleCheck:
     """A bundle without contradictions, ready for the replay of some of its `rows`.
 
-    `exact` says whether equal bits are promised here.
+    `obstacles` are the reasons why equal bits are not promised here.
     """
 
     title: str
     rows: Sequence[Any]
-    exact: bool
+    obstacles: Sequence[str]
     replay: Callable[[Sequence[Any], StageContext], Replayed]
 
 
@@ -125,12 +125,13 @@ def language_check(file: GivenBundle, allowed: Collection[str]) -> BundleCheck:
         return Replayed(episode_claims(outputs, planned, plan), outputs.drops, promised)
 
     generated = not list(named_code(claims.environment))
-    exact = generated and same_environment and promises_bits(claims.versions, here)
+    environments = {"tasks that are not generated": generated, "the environment's code or data": same_environment}
+    obstacles = [name for name, same in environments.items() if not same] + obstacles_to_bits(claims.versions, here)
     title = (
         f"{len(bundle.episodes)} episodes of {environment.name}, accuracy {claims.metrics['accuracy']:.3f}\n"
         "the rows agree with the summary, the seeds, the tasks made here and the sample of rollouts"
     )
-    return BundleCheck(title, bundle.episodes, exact, again)
+    return BundleCheck(title, bundle.episodes, obstacles, again)
 
 
 def robot_check(file: GivenBundle) -> BundleCheck:
@@ -170,7 +171,7 @@ def robot_check(file: GivenBundle) -> BundleCheck:
         f"{len(bundle.episodes)} episodes of {', '.join(plan.suites)}, success {claims.metrics['success']:.3f}\n"
         f"the rows agree with the summary, the seeds and the planned episodes; {replays} will be played"
     )
-    return BundleCheck(title, bundle.episodes, promises_bits(claimed, here), again)
+    return BundleCheck(title, bundle.episodes, obstacles_to_bits(claimed, here), again)
 
 
 def named_code(values: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ Without a bundle, `armature verify` checks that the files of a store have not ch
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
 from math import ceil
@@ -140,14 +140,15 @@ def verify_bundle(
         context = StageContext(machine, events, ThreadUnits(), Path(folder), Path(folder, "images"), "verify")
         replayed = check.replay(chosen, context)
     agreement = compare(chosen, replayed.claims)
-    _report(agreement, finished, path, check.exact and replayed.promised, confidence, share, replayed.drops)
+    obstacles = [*check.obstacles, *([] if replayed.promised else ["the servers do not repeat"])]
+    _report(agreement, finished, path, obstacles, confidence, share, replayed.drops)
 
 
 def _report(
     agreement: Agreement,
     finished: int,
     path: Path,
-    exact: bool,
+    obstacles: Sequence[str],
     confidence: float,
     share: float,
     failed: Mapping[str, int],
@@ -157,7 +158,7 @@ def _report(
     Raises:
         DataError: it does not agree, or nothing was compared.
     """
-    compared, different = agreement.compared, len(agreement.different)
+    compared, different, exact = agreement.compared, len(agreement.different), not obstacles
     if failed:
         print(f"not replayed: {', '.join(f'{count} {reason}' for reason, count in sorted(failed.items()))}")
     if not compared:
@@ -172,7 +173,7 @@ def _report(
         )
     print(f"equal bit for bit: {compared - different} of {compared}")
     if not exact:
-        print(f"consistent with the claim: {reason} (equal bits are not promised here)")
+        print(f"consistent with the claim: {reason} (equal bits are not promised here: {', '.join(obstacles)})")
     falsified = ceil(Fraction(str(share)) * finished)
     power = detection_probability(finished, falsified, compared, 1 if exact else differences_needed(confidence))
     print(f"if {falsified} of the {finished} rows were false, it would be found with probability {float(power):.4f}")

@@ -225,7 +225,7 @@ def _last_lines(findings: Sequence[CheckpointResult], made: Mapping[str, Artifac
     """
     figures = {}
     rates = [rate for finding in findings if finding.artifact and (rate := rate_of(finding.artifact))]
-    if len(rates) > 1:
+    if len(rates) > 1 and "training" in made:
         (measure, before), (_, after) = rates[0], rates[-1]
         figures = {measure: f"{before} → {after}"}
     if "training" in made and ACTION_ERROR in (values := numbers(made["training"])):

@@ -107,12 +107,18 @@ def differences_needed(confidence: float) -> int:
     return number
 
 
-def promises_bits(claimed: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    """Check that a replay here gives the same bits as the versions `claimed` gave: on CPU, with the same versions and
-    processor. An unknown commit agrees with every commit."""
-    commits = {claimed.get(COMMIT), here.get(COMMIT)} - {""}
-    same = {**claimed, COMMIT: ""} == {**here, COMMIT: ""}
-    return same and len(commits) < 2 and here["device"] == "cpu"
+def obstacles_to_bits(claimed: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Return the names of the versions because of which a replay here may give other bits than the versions `claimed`.
+
+    On CPU, with the same versions and processor, there are none. An unknown commit agrees with every commit.
+
+    Example:
+        >>> obstacles_to_bits({"torch": "2.12", "device": "cpu"}, {"torch": "2.13", "device": "cpu"})
+        ['torch']
+    """
+    unknown = {COMMIT} if "" in (claimed.get(COMMIT, ""), here.get(COMMIT, "")) else set[str]()
+    other = {name for name in {*claimed, *here} - unknown if claimed.get(name) != here.get(name)}
+    return sorted(other | ({"device"} if here["device"] != "cpu" else set()))
 
 
 def choose(episodes: Sequence[ClaimT], number: int, seed: int) -> list[ClaimT]:

@@ -23,7 +23,7 @@ from armature.components.evaluation.agreement import (
     detection_probability,
     differences_needed,
     episodes_needed,
-    promises_bits,
+    obstacles_to_bits,
     sign_test,
 )
 from armature.components.evaluation.bundle import EpisodeClaim, episode_claims
@@ -196,5 +196,7 @@ HERE = {"armature": "1", "commit": "a", "device": "cpu", "processor": "x", "vllm
     ],
 )
 def test_bits_are_promised_for_equal_versions(change, promised):
-    assert promises_bits(HERE | change, HERE) is promised
-    assert not promises_bits({}, HERE) and not promises_bits(HERE | {"device": "gpu"}, HERE | {"device": "gpu"})
+    assert (obstacles_to_bits(HERE | change, HERE) == []) is promised
+    assert obstacles_to_bits({}, HERE) and obstacles_to_bits(HERE | {"device": "gpu"}, HERE | {"device": "gpu"}) == [
+        "device"
+    ]

@@ -249,9 +249,7 @@ def test_failing_policy_of_a_sweep_leaves_the_others(recipe):
     state = sweep_policies(**sections, return_state=True)
     assert state.is_failed() and state.message.startswith("1/3 policies failed: unlucky: ")
     rows = {row["checkpoint"]: row for row in json.loads(artifacts_of(state)["results"])}
-    assert [rows[name].get("success") for name in policies] == [0.0, 0.0, ""] and "no luck" in rows["unlucky"][
-        "error"
-    ]
+    assert [rows[name].get("success") for name in policies] == [0.0, 0.0, ""] and "no luck" in rows["unlucky"]["error"]
     assert "comparison" in artifacts_of(state)["summary"]
 
 
