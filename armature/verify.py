@@ -130,9 +130,8 @@ def verify_bundle(
     check = robot_check(file) if bundle_kind(path) == EVALUATE_LIBERO_STAGE.name else language_check(file, allowed)
     print(f"{path}: {check.title}")
     finished = sum(each.finished for each in check.rows)
-    number = episodes or episodes_needed(
-        finished, share, confidence, 1 if check.exact else differences_needed(confidence)
-    )
+    differing = differences_needed(confidence) if check.obstacles else 1
+    number = episodes or episodes_needed(finished, share, confidence, differing)
     seed = SystemRandom().randrange(2**32) if seed is None else seed
     chosen = choose(check.rows, number, seed)
     print(f"replaying {len(chosen)} of {finished} finished episodes, chosen with --seed {seed}")
