@@ -45,6 +45,9 @@ class Drill:
         overrides: changes of the recipe's values, after those that cut it short.
         minutes: time limit for everything.
         stack: closed by the caller. It ends the server that some runs join.
+
+    Attributes:
+        untouched: what could be disturbed and no fault has hit so far.
     """
 
     def __init__(self, recipe: str, overrides: Sequence[str], folder: Path, minutes: float, stack: ExitStack) -> None:
@@ -88,6 +91,7 @@ class Drill:
         for what, reason in left_out.items():
             say(f"left out: {what}: {reason}")
         self._possible = [each for each in (*KINDS, CUT, FILL) if each not in left_out]
+        self.untouched = set(self._possible)
 
     def draw(self, seed: int) -> tuple[bool, list[Fault]]:
         """Return the faults that follow from a seed, and True if the run joins a server of the drill."""
@@ -171,6 +175,7 @@ class Drill:
         processes = "".join(f", process {pid} on {host}" for host, pid in struck)
         missing = fault.victim in KINDS and not struck
         say(f"{run.folder.name}: {fault}{', but there is none' if missing else processes}")
+        self.untouched -= set() if missing else {fault.victim}
         if fault.action != "kill":
             self._wait(fault.seconds, program)
         if fault.action == "fill":
@@ -223,6 +228,8 @@ def drill(recipe: str, overrides: Sequence[str], folder: Path | None, runs: int,
             for each in range(seed, seed + runs):
                 if difference := drilled.disturb(f"run-{each}", *drilled.draw(each)):
                     failed[each] = difference
+            if drilled.untouched:
+                say(f"not disturbed, more --runs would: {', '.join(sorted(drilled.untouched))}")
     except Exception:  # which an interruption is not
         error = (folder / UNDISTURBED).exists()
         raise
