@@ -1,4 +1,4 @@
-"""A line of seven places, as an environment of Gymnasium: a red square moves to the place above the green one."""
+"""A line of seven places, as an environment of Gymnasium: a red bar moves to the place above the green one."""
 
 from __future__ import annotations
 
