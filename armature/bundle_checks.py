@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.configuration.stages import open_store, run_stage
 from armature.components.contracts.errors import ConfigurationError, DataError
@@ -48,6 +50,16 @@ from armature.components.robots.policies.source import POLICY
 
 MAX_TASKS = 100_000
 """Largest number of tasks of a split, or of episodes, that a bundle may ask to be made."""
+MAX_SETTINGS = {
+    "resolution": 1024,
+    "offscreen_samples": 16,
+    "num_steps_wait": 1000,
+    "max_steps": 10_000,
+    "rows_per_pass": 256,
+    "num_inference_steps": 1000,
+    "attempts": 10,
+}
+"""Largest values of the settings by which the memory or the time of a replayed episode grows."""
 MODULE_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Pattern of MODULE:NAME, which names code of an installed package or of the current folder."""
 
@@ -129,6 +141,7 @@ def language_check(file: GivenBundle, allowed: Collection[str]) -> BundleCheck:
     obstacles = [name for name, same in environments.items() if not same] + obstacles_to_bits(claims.versions, here)
     title = (
         f"{len(bundle.episodes)} episodes of {environment.name}, accuracy {claims.metrics['accuracy']:.3f}\n"
+        f"{_not_defaults(environment)}\n{_not_defaults(settings)}\n"
         "the rows agree with the summary, the seeds, the tasks made here and the sample of rollouts"
     )
     return BundleCheck(title, bundle.episodes, obstacles, again)
@@ -147,11 +160,14 @@ def robot_check(file: GivenBundle) -> BundleCheck:
         settings = EvaluateLiberoStageSettings.model_validate(claims.settings)
     simulator = settings.simulator.model_copy(update={"trusted_initial_states": ()})  # which could be a pickle
     settings, plan = settings.model_copy(update={"simulator": simulator}), settings.evaluation
+    _refuse_large(settings, path)
     tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
     repetitions = plan.episodes_per_task * (1 + len(plan.perturbations.listed()))
     _refuse_many(repetitions * sum(len(each) for each in tasks.values()), path)
     planned = plan_episodes(plan, tasks)
-    _refuse_contradictions(robot_contradictions(bundle, settings, planned), path)
+    with foreign("the rows of the bundle are not valid", where=str(path)):
+        problems = robot_contradictions(bundle, settings, planned)
+    _refuse_contradictions(problems, path)
     source: Path | None = None
     if claims.policy_sha256 or file.policy is not None:
         policy = _policy(file, claims.policy, POLICY)
@@ -169,9 +185,15 @@ def robot_check(file: GivenBundle) -> BundleCheck:
     replays = "the policy" if source is not None else "the recorded actions, as another program computed the policy:"
     title = (
         f"{len(bundle.episodes)} episodes of {', '.join(plan.suites)}, success {claims.metrics['success']:.3f}\n"
+        f"{_not_defaults(settings)}\n"
         f"the rows agree with the summary, the seeds and the planned episodes; {replays} will be played"
     )
     return BundleCheck(title, bundle.episodes, obstacles_to_bits(claimed, here), again)
+
+
+def _not_defaults(section: BaseModel) -> str:
+    """Return the settings that are not the defaults as JSON, in which control characters are escaped."""
+    return f"settings that are not the defaults: {json.dumps(section.model_dump(mode='json', exclude_defaults=True))}"
 
 
 def named_code(values: Any) -> Iterator[str]:
@@ -216,6 +238,18 @@ def _refuse_many(count: int, path: Path) -> None:
         )
 
 
+def _refuse_large(settings: EvaluateLiberoStageSettings, path: Path) -> None:
+    plan = settings.evaluation
+    values = {**settings.simulator.model_dump(), **plan.model_dump(), "max_steps": max(plan.max_steps.values())}
+    if large := [f"{name} = {values[name]!s:.20}" for name, most in MAX_SETTINGS.items() if (values[name] or 0) > most]:
+        raise DataError(
+            f"the bundle asks for too much: {', '.join(large)}",
+            code="bundle_asks_too_much",
+            where=str(path),
+            remedy="the largest values are " + ", ".join(f"{name} = {most}" for name, most in MAX_SETTINGS.items()),
+        )
+
+
 def _refuse_contradictions(problems: Sequence[str], path: Path, remedy: str = "") -> None:
     if problems:
         raise DataError(
@@ -238,7 +272,7 @@ def _policy(file: GivenBundle, digest: str, kind: CheckpointKind) -> Artifact | 
 def _refuse_policy(sha256: str, claimed: str, checkpoint: Path) -> None:
     if sha256 != claimed:
         raise DataError(
-            f"this is another policy than the bundle's: {sha256}, not {claimed:.64}",
+            f"this is another policy than the bundle's: {sha256}, not {claimed!a:.66}",
             code="policy_differs",
             where=str(checkpoint),
             remedy="ask for the policy with that SHA-256, and name it with --policy",
@@ -256,7 +290,7 @@ def in_store(store: ArtifactStore, digest: str, noun: str) -> Artifact:
         raise DataError(
             f"the {noun} is not in the store",
             code="artifact_not_in_store",
-            where=f"{digest:.80} in {store.root}",
+            where=f"{digest!a:.80} in {store.root}",
             remedy="name the store that has it with --store",
         )
     return artifact

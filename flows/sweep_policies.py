@@ -38,7 +38,8 @@ def sweep_policies(recipe: SweepPolicies) -> list[str] | State[None]:
         made = {}
         if len(evaluations) > 1:
             chosen = ComparePoliciesSettings(policies=tuple(evaluations), confidence=recipe.comparison.confidence)
-            made["comparison"] = run_with("compare-policies", chosen, recipe.machine, "", **evaluations)
+            # No policy has this name, which has a space.
+            made["all pairs"] = run_with("compare-policies", chosen, recipe.machine, "", **evaluations)
         lines = report(tracking, findings, made)
     failed = [finding for finding in findings if finding.artifact is None]
     if failed:

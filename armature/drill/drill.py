@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 
 from armature.check import check_ahead
 from armature.components.configuration import load_recipe
-from armature.components.contracts.errors import ArmatureError
+from armature.components.contracts.errors import ArmatureError, ConfigurationError
 from armature.components.inference.server import VllmServer
 from armature.components.inference.settings import ServerSettings
 from armature.components.machine.process import Program
@@ -68,7 +68,7 @@ class Drill:
         with project(self.loaded.folder):
             check_ahead(self.loaded)
             self.inputs = make_inputs(self.loaded)
-        cluster, kinds = self.loaded.machine.cluster, set[str]()
+        cluster, kinds = self.loaded.machine.cluster, {"run"}
         run = self._undisturbed = DrilledRun(self.folder / UNDISTURBED, self.recipe, self.overrides, self.inputs)
         with run.running() as program:
             while self._wait(3.0, program):
@@ -176,14 +176,16 @@ class Drill:
         missing = fault.victim in KINDS and not struck
         say(f"{run.folder.name}: {fault}{', but there is none' if missing else processes}")
         self.untouched -= set() if missing else {fault.victim}
-        if fault.action != "kill":
-            self._wait(fault.seconds, program)
-        if fault.action == "fill":
-            (run.store / ".ballast").unlink()
-        elif fault.action == "cut":
-            self._join().restore()
-        elif fault.action == "pause":
-            hit(signal.SIGCONT)
+        try:
+            if fault.action != "kill":
+                self._wait(fault.seconds, program)
+        finally:  # also if the time is over: otherwise processes on a cluster would stay paused
+            if fault.action == "fill":
+                (run.store / ".ballast").unlink(missing_ok=True)
+            elif fault.action == "cut":
+                self._join().restore()
+            elif fault.action == "pause":
+                hit(signal.SIGCONT)
 
     def _wait(self, seconds: float, program: Program) -> bool:
         """Sleep for `seconds`, or until the program ends. Return True if it still runs."""
@@ -214,9 +216,16 @@ def drill(recipe: str, overrides: Sequence[str], folder: Path | None, runs: int,
     """Disturb `runs` runs and print what happens. A folder that this call makes is removed, unless a run fails.
 
     Raises:
-        ConfigurationError: the recipe cannot run here.
+        ConfigurationError: the recipe cannot run here, or the folder has the runs of another drill.
         ArmatureError: a run differs from the undisturbed one, or the time is over.
     """
+    if folder is not None and (folder / UNDISTURBED).exists():  # a finished run would not run again
+        raise ConfigurationError(
+            "the folder has the runs of another drill",
+            code="drill_folder_used",
+            where=str(folder),
+            remedy="remove it, or give another --folder",
+        )
     made = folder is None or not folder.exists()
     folder = folder or Path(tempfile.mkdtemp(prefix="armature-drill-"))
     say(f"in {folder}")
@@ -230,7 +239,7 @@ def drill(recipe: str, overrides: Sequence[str], folder: Path | None, runs: int,
                     failed[each] = difference
             if drilled.untouched:
                 say(f"not disturbed, more --runs would: {', '.join(sorted(drilled.untouched))}")
-    except Exception:  # which an interruption is not
+    except Exception:  # After an interruption the folder is removed.
         error = (folder / UNDISTURBED).exists()
         raise
     finally:

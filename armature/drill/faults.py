@@ -32,7 +32,7 @@ KINDS = {
 
 A run that loses one of these promises the same weights. Other environments may count the episode as failed."""
 CUT, FILL = "connections", "disk"
-"""What is disturbed besides processes."""
+"""Names of the disturbances that hit no process."""
 
 Process = tuple[str, int]
 """Name of the host, and PID on it."""
@@ -49,7 +49,7 @@ def signal_processes(mark: str, kind: str, number: int = 0, only: Process | None
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             first, *rest = process.cmdline() or [""]
-            # The guards of these processes have the same words in their command lines, but behind others.
+            # A guard's command line has the same words too, but not at its beginning.
             of_kind = rest[:2] == ["-m", KINDS[kind]] or (kind == "actor" and first.startswith(KINDS[kind]))
             name = os.uname().nodename, process.pid
             if of_kind and only in (None, name) and process.environ().get(MARK) == mark:

@@ -174,8 +174,12 @@ def _at(step: int, kind: str, values: Iterator[tuple[str, str]]) -> Results:
 
 
 def _columns(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and the digest of each column of a table, without columns of measured times."""
-    table = pq.read_table(file)
+    """Yield the name and the digest of each column of a table, without columns of measured times.
+
+    The table's name precedes the column's unless the folder is named after it: an evaluation has two tables.
+    """
+    table, kind = pq.read_table(file), file.parents[1].name
     for name in table.column_names:
         if not name.endswith("_seconds"):
-            yield name, hashlib.sha256(repr(table.column(name).to_pylist()).encode()).hexdigest()[:16]
+            digest = hashlib.sha256(repr(table.column(name).to_pylist()).encode()).hexdigest()
+            yield name if file.stem in kind else f"{file.stem} {name}", digest[:16]

@@ -110,14 +110,16 @@ def differences_needed(confidence: float) -> int:
 def obstacles_to_bits(claimed: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return the names of the versions because of which a replay here may give other bits than the versions `claimed`.
 
-    On CPU, with the same versions and processor, there are none. An unknown commit agrees with every commit.
+    On CPU, with the same versions and processor, there are none. An unknown commit agrees with every commit. Names that
+    are unknown here are not repeated, because a stranger may have chosen them.
 
     Example:
         >>> obstacles_to_bits({"torch": "2.12", "device": "cpu"}, {"torch": "2.13", "device": "cpu"})
         ['torch']
     """
     unknown = {COMMIT} if "" in (claimed.get(COMMIT, ""), here.get(COMMIT, "")) else set[str]()
-    other = {name for name in {*claimed, *here} - unknown if claimed.get(name) != here.get(name)}
+    other = {name for name in here.keys() - unknown if claimed.get(name) != here[name]}
+    other |= {"unknown versions"} if claimed.keys() - here.keys() else set()
     return sorted(other | ({"device"} if here["device"] != "cpu" else set()))
 
 

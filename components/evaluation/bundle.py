@@ -204,10 +204,10 @@ def read_bundle(path: Path) -> EvaluationBundle:
     """
     with opened(path) as read:
         claims = Claims.model_validate(read_finite(read(CLAIMS_FILE)))
-        lines = [read_finite(line) for line in read(EPISODES_FILE).splitlines()]
+        lines = to_json([read_finite(line) for line in read(EPISODES_FILE).splitlines()])
         sampled = [read_finite(line) for line in read(ROLLOUTS_FILE).splitlines()]
         rollouts = TypeAdapter(list[dict[str, Any]]).validate_python(sampled)
-        episodes = TypeAdapter(list[EpisodeClaim]).validate_python(lines)
+        episodes = TypeAdapter(list[EpisodeClaim]).validate_json(lines, strict=True, extra="forbid")
         for each in episodes:
             RolloutId.parse(each.name)
         return EvaluationBundle(claims, tuple(episodes), tuple(rollouts))

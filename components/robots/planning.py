@@ -25,7 +25,7 @@ from armature.components.robots.policies.molmoact2.configuration import MolmoAct
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
-from armature.components.robots.recipes import EvaluateLibero, TrainVla, TrainVlaRl
+from armature.components.robots.recipes import EvaluateLibero, SweepPolicies, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.memory import GIB
@@ -206,6 +206,17 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
     stored = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
     once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
     return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
+
+
+def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
+    """Return the memory of the largest policy of a sweep, in which one policy plays after the other.
+
+    It is None if other programs compute all policies.
+    """
+    cameras, rows = len(recipe.simulator.camera_name_mapping), recipe.evaluation.rows_per_pass
+    own = [policy for policy in recipe.sweep.policies.values() if policy.external is None]
+    memories = [robot_memory(policy, recipe.machine, cameras, None, rows=rows) for policy in own]
+    return max(memories, key=lambda memory: sum(memory.server.values()), default=None)
 
 
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:

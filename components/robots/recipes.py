@@ -338,11 +338,11 @@ class EvaluateLibero(Sections):
 
 
 class SweepPolicies(Sections):
-    """Recipe: several policies play the same episodes, and each pair is compared. A failing evaluation does not stop
-    the others."""
+    """Let several policies play the same episodes, and compare each pair. A failing policy does not stop the others."""
 
     FLOW = "armature.flows.sweep_policies.sweep_policies"
     JOINED = (EvaluateLiberoStageSettings,)
+    MEMORY = f"{PLANNING}:sweep_memory"
 
     sweep: PolicySweepSettings
     """The policies."""

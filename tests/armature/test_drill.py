@@ -28,6 +28,7 @@ SLEEPS = "import time; print('up', flush=True); time.sleep(100)"
 def finished_run(folder: Path, **changed: object) -> DrilledRun:
     """Write the files of a finished run with two steps. `changed` are values of its second step."""
     step = {"reward": 0.5, "loss": 0.25, "timing/step": random.random(), "token": 7, "answers": "a", "weights": b"w"}
+    step["played"] = "a"
     for number in (1, 2):
         values = step | changed if number == 2 else step
         rollouts = folder / f"store/rollouts/{random.random()}-{number:05d}/rollouts.parquet"
@@ -37,6 +38,7 @@ def finished_run(folder: Path, **changed: object) -> DrilledRun:
         evaluation = folder / f"store/evaluations/e-{number:05d}/results.parquet"
         evaluation.parent.mkdir(parents=True)
         pq.write_table(pa.table({"answer": [values["answers"]]}), evaluation)
+        pq.write_table(pa.table({"answer": [values["played"]]}), evaluation.with_name("rollouts.parquet"))
         step = step | {"step": number}
     weights = folder / "made/checkpoint/model.safetensors"
     weights.parent.mkdir(parents=True)
@@ -52,10 +54,18 @@ def finished_run(folder: Path, **changed: object) -> DrilledRun:
         ({}, ""),
         ({"loss": 0.125}, "step 2, history: loss: 0.125, undisturbed 0.25"),
         ({"token": 8, "loss": 0.125, "weights": b"v"}, "step 2, rollouts: completion_token_ids: "),
-        ({"answers": "b", "weights": b"v"}, "step 2, evaluations: answer: "),
+        ({"answers": "b", "weights": b"v"}, "step 2, evaluations: results answer: "),
+        ({"played": "b", "weights": b"v"}, "step 2, evaluations: rollouts answer: "),
         ({"weights": b"v"}, "step 3, checkpoint: model.safetensors: "),
     ],
-    ids=["nothing but times", "metric", "tokens before metrics and weights", "evaluation", "weights alone"],
+    ids=[
+        "nothing but times",
+        "metric",
+        "tokens before metrics and weights",
+        "evaluation",
+        "its rollouts",
+        "weights alone",
+    ],
 )
 def test_first_difference_is_named(tmp_path: Path, changed: dict[str, object], begins: str) -> None:
     other = finished_run(tmp_path / "other", **changed).results()
@@ -144,3 +154,11 @@ def test_recipe_that_cannot_be_drilled_leaves_nothing(tmp_path, armature, monkey
         done = armature("drill", *arguments, *place)
         assert done.code == 2 and f"code: {code}" in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_another_drill_are_not_taken(tmp_path, armature) -> None:
+    kept = tmp_path / "drills/undisturbed/run.log"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    done, code = armature("drill", "--folder", "drills"), "drill_folder_used"
+    assert done.code == 2 and f"code: {code}" in done.stderr and kept.exists()

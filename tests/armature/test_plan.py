@@ -74,11 +74,13 @@ def test_memory_of_a_language_recipe_is_known_without_a_gpu(tmp_path):
         ("train-vla/molmoact2", True, True, 48e9),
         ("train-vla/own-robot", True, False, 48e9),
         ("evaluate/libero", False, True, 24e9),
+        ("evaluate/libero-sweep", False, True, 24e9),
     ],
 )
 def test_memory_of_a_robot_recipe_is_known_without_a_gpu(name, trains, plays, smallest, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RELEASED))
-    recipe = load_recipe(name, (f"policy.checkpoint_path={tmp_path}", "policy.revision="))
+    policy = "sweep.policies.molmoact2" if name.endswith("sweep") else "policy"
+    recipe = load_recipe(name, (f"{policy}.checkpoint_path={tmp_path}", f"{policy}.revision="))
     memory = memory_of(recipe)
     assert memory is not None and (bool(memory.trainer), bool(memory.server)) == (trains, plays)
     assert memory.fits(smallest) and not memory.fits(smallest / 2)

@@ -102,6 +102,7 @@ def test_honest_bundle_is_equal_bit_for_bit(folder, armature, name):
     done = armature("verify", f"{name}.zip", "--store", "store", "--episodes", str(EPISODES))
     assert done.code == 0 and f"equal bit for bit: {EPISODES} of {EPISODES}" in done.stdout, done.stderr
     assert ("recorded actions" in done.stdout) == (name == "served")
+    assert '"perturbations": {"camera": [0.5]}' in done.stdout
 
 
 def flip(rows: list[dict[str, Any]]) -> None:
@@ -206,10 +207,27 @@ def claims_of(path: Path) -> bytes:
             [],
             "bundle_has_too_many_tasks",
         ),
+        (nothing, lambda rows: rows[0].update(success="no"), [], "foreign_file_unreadable"),
+        (nothing, lambda rows: rows[0].update(note="no"), [], "foreign_file_unreadable"),
+        (lambda claims: claims["metrics"].update(success=10**400), nothing, [], "foreign_file_unreadable"),
+        (lambda claims: claims["settings"]["simulator"].update(resolution=10**5), nothing, [], "bundle_asks_too_much"),
+        (lambda claims: claims["settings"]["evaluation"].update(attempts=10**400), nothing, [], "bundle_asks_too_much"),
         (nothing, nothing, ["--policy", "store/policy/strong"], "policy_differs"),
         (lambda claims: claims.update(policy="0" * 36), nothing, [], "artifact_not_in_store"),
     ],
-    ids=["base64", "text as a number", "unknown key", "many", "other policy", "policy that is not here"],
+    ids=[
+        "base64",
+        "text as a number",
+        "unknown key",
+        "many",
+        "text as truth",
+        "unknown column",
+        "huge",
+        "pixels",
+        "attempts",
+        "other policy",
+        "policy that is not here",
+    ],
 )
 def test_other_bundles_are_errors(folder, armature, claims, rows, options, code):
     path = rewritten(folder / "weak.zip", claims, rows)

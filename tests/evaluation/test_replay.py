@@ -197,6 +197,7 @@ HERE = {"armature": "1", "commit": "a", "device": "cpu", "processor": "x", "vllm
 )
 def test_bits_are_promised_for_equal_versions(change, promised):
     assert (obstacles_to_bits(HERE | change, HERE) == []) is promised
+    assert obstacles_to_bits(HERE | {"\x1b[2J\nequal": "1"}, HERE) == ["unknown versions"]
     assert obstacles_to_bits({}, HERE) and obstacles_to_bits(HERE | {"device": "gpu"}, HERE | {"device": "gpu"}) == [
         "device"
     ]

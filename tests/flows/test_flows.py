@@ -240,7 +240,7 @@ def test_failing_policy_of_a_sweep_leaves_the_others(recipe):
     from armature.flows.sweep_policies import sweep_policies
 
     tiny = recipe("train-vla/tiny").sections["policy"]
-    policies = {name: tiny.model_copy(update={"norm_tag": name}) for name in ("name", "settings", "unlucky")}
+    policies = {name: tiny.model_copy(update={"norm_tag": name}) for name in ("comparison", "settings", "unlucky")}
     sections = dict(recipe("evaluate/libero-sweep").sections)
     sections |= {
         "machine": recipe("train-vla/tiny").sections["machine"],
@@ -250,7 +250,7 @@ def test_failing_policy_of_a_sweep_leaves_the_others(recipe):
     assert state.is_failed() and state.message.startswith("1/3 policies failed: unlucky: ")
     rows = {row["checkpoint"]: row for row in json.loads(artifacts_of(state)["results"])}
     assert [rows[name].get("success") for name in policies] == [0.0, 0.0, ""] and "no luck" in rows["unlucky"]["error"]
-    assert "comparison" in artifacts_of(state)["summary"]
+    assert "all pairs" in artifacts_of(state)["summary"]
 
 
 def test_checkpoint_may_be_alias_digest_or_folder(recipe):

@@ -176,7 +176,8 @@ def read_robot_bundle(path: Path) -> RobotBundle:
 def _result(row: dict[str, Any]) -> LiberoResult:
     actions = np.frombuffer(b64decode(row["actions"], validate=True), "<f4").tolist()
     kind = PerturbedResult if "perturbation" in row else LiberoResult
-    return TypeAdapter(kind).validate_python({**row, "actions": actions})
+    result: LiberoResult = TypeAdapter(kind).validate_json(to_json({**row, "actions": []}), strict=True, extra="forbid")
+    return replace(result, actions=tuple(actions))
 
 
 def robot_contradictions(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from xml.sax.saxutils import escape
 
 from pydantic import ConfigDict, Field, StringConstraints
 
@@ -26,7 +25,7 @@ from armature.components.robots.policies.settings import RobotPolicySettings
 if TYPE_CHECKING:
     from armature.components.pages.report import HtmlReport
 
-PolicyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,39}$")]
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,39}$")]
 POLICIES_FILE, CHART_FILE = "policies.json", "policies.svg"
 
 
@@ -98,7 +97,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def interval_chart(rates: Mapping[str, Interval]) -> str:
     """Return an SVG with a bar for each success rate and a line for its interval."""
-    left, width, row = 200, 400, 28
+    left, width, row = 340, 400, 28
     height = row * len(rates) + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 80} {height}" font-family="sans-serif" '
@@ -111,7 +110,7 @@ def interval_chart(rates: Mapping[str, Interval]) -> str:
     for i, (name, rate) in enumerate(rates.items()):
         y = 12 + row * i
         low, value, high = (left + width * each for each in (rate.low, rate.estimate, rate.high))
-        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(name[:28])}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{name}</text>')
         parts.append(f'<rect x="{left}" y="{y + 2}" width="{value - left:.1f}" height="18" fill="#7aa6d8"/>')
         parts.append(
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 11}" y2="{y + 11}" stroke="#222" stroke-width="2"/>'

@@ -14,8 +14,15 @@ from scipy.stats import binomtest
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
+from armature.components.evaluation.wilson import wilson_interval
 from armature.components.robots.evaluation.results import read_results
-from armature.components.robots.evaluation.sweep import ComparePoliciesSettings, compare_policies, holm
+from armature.components.robots.evaluation.sweep import (
+    ComparePoliciesSettings,
+    PolicySweepSettings,
+    compare_policies,
+    holm,
+    interval_chart,
+)
 from armature.components.robots.recipes import SweepPolicies
 from tests.refusals import refused
 from tests.robots.evaluation.playground import Homing, Plane
@@ -76,6 +83,14 @@ def test_holm_rejects_what_the_stepwise_test_rejects(values):
                 break
             rejected.add(i)
         assert rejected == {i for i, p in enumerate(corrected) if p <= level}
+
+
+def test_names_can_be_overridden_and_are_shown_whole():
+    names = [f"{'a' * 39}{end}" for end in "bc"]
+    chart = interval_chart(dict.fromkeys(names, wilson_interval(1, 2)))
+    assert all(f">{name}<" in chart for name in names)
+    with refused("string_pattern_mismatch"):
+        PolicySweepSettings.model_validate({"policies": {"pi0.5": {}, "b": {}}})
 
 
 def test_sources_of_each_policy_are_checked():
