@@ -21,7 +21,6 @@ class Line(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.at, self.goal = (int(place) for place in self.np_random.choice(PLACES, 2, replace=False))
-        self.way = abs(self.goal - self.at)
         self.ground = self.np_random.integers(80, size=(28, 28, 3), dtype=np.uint8)
         return np.array([self.at, self.goal]), {}
 
@@ -29,7 +28,7 @@ class Line(gymnasium.Env[Any, Any]):
         before = abs(self.goal - self.at)
         self.at = min(max(self.at + (1 if action else -1), 0), PLACES - 1)
         distance = abs(self.goal - self.at)
-        return np.array([self.at, self.goal]), (before - distance) / self.way, distance == 0, False, {}
+        return np.array([self.at, self.goal]), float(before - distance), distance == 0, False, {}
 
     def render(self) -> Any:
         frame = self.ground.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -50,3 +51,13 @@ def test_recipe_learns(recipe: str, least: float, seed: int, tmp_path: Path) -> 
 def test_dot_is_not_found_without_the_tool(seed: int, tmp_path: Path) -> None:
     _, after = run("train-vlm/zoom-tiny", seed, tmp_path, "--set", "environment.tools=")
     assert after[1] <= 1 / 8 <= after[2], "the policy does not guess one of eight colors"
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gymnasium_environment_of_ones_own_is_learned(seed: int, tmp_path: Path) -> None:
+    for name in ("line.py", "line.toml"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    before, after = run("./line.toml", seed, tmp_path)
+    assert before[2] < after[1], "the intervals overlap"
+    assert after[1] >= 0.85
