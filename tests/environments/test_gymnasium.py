@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -316,8 +317,7 @@ def test_recipe_of_the_page_is_valid(tmp_path: Path) -> None:
 
 def test_own_class_of_the_page_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_PROJECT", str(tmp_path))
-    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "line.py").write_text(text)
+    shutil.copy(PAGE.parents[1] / "examples/line.py", tmp_path)
     args: dict[str, Any] = {"id": "Line-v0", "modules": ["line"], "actions": ["left", "right"], "max_turns": 16}
     args["success"] = "terminated"
     refuse_ahead(settings_of(args), "", 16, 0)
