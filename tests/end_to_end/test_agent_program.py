@@ -22,7 +22,7 @@ PYTHON = ROOT / ".venv-vllm/bin/python"
 def write_table(folder: Path) -> Path:
     """Write images with a dot, whose color is the answer, and return the file of their rows."""
     rows = []
-    dot = EnvironmentSettings(name="dot", args={}, train_tasks=8, heldout_tasks=2)
+    dot = EnvironmentSettings(name="dot", args={}, train_tasks=24, heldout_tasks=8)
     with closing(make_environment(dot)) as environment:
         for number, task in enumerate([*environment.tasks("train"), *environment.tasks("heldout")]):
             content = asyncio.run(environment.episode(task).reset()).content
@@ -35,6 +35,7 @@ def write_table(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_agent_on_the_openai_package_is_trained(tmp_path: Path) -> None:
     if not PYTHON.exists():
@@ -57,10 +58,10 @@ def test_agent_on_the_openai_package_is_trained(tmp_path: Path) -> None:
         max_steps=2,
         learning_rate=1e-4,
         max_tokens=48,
-        rollouts_per_step=4,
-        rollouts_per_example=4,
+        rollouts_per_step=8,
+        rollouts_per_example=8,
         micro_batch_size=16,
-        max_concurrent=4,
+        max_concurrent=8,
     )
     result = MultimodalGRPOTrainer(model, config=config, server="auto").train()
     assert len(result.history) == 2
