@@ -34,7 +34,7 @@ from armature.components.evaluation.bundle import make_bundle, write_bundle
 from armature.components.evaluation.stage import EVALUATE_STAGE
 from armature.components.machine.process import Scratch
 from armature.components.robots.evaluation.bundle import make_robot_bundle, write_robot_bundle
-from armature.components.robots.evaluation.stage import EVALUATE_LIBERO_STAGE, VERSIONS_FILE
+from armature.components.robots.evaluation.stage import EVALUATE_LIBERO_STAGE
 
 
 def verify(root: Path) -> None:
@@ -83,17 +83,14 @@ def bundle_evaluation(name: str, target: Path, machine: Machine) -> None:
             where=str(evaluation.path),
             remedy=f"give an artifact of stage {EVALUATE_STAGE.name} or {EVALUATE_LIBERO_STAGE.name}",
         )
-    inputs = read_manifest(evaluation.path).inputs
+    started, inputs = workspace / STARTED, read_manifest(evaluation.path).inputs
+    recorded = json.loads(started.read_bytes()).get("versions", {}) if started.is_file() else {}
     if evaluation.kind == EVALUATE_LIBERO_STAGE.name:
-        policy, versions_file = in_store(store, inputs["policy"], "policy"), workspace / VERSIONS_FILE
-        recorded = json.loads(versions_file.read_bytes()) if versions_file.is_file() else {}
-        robot = make_robot_bundle(evaluation, policy, recorded)
+        robot = make_robot_bundle(evaluation, in_store(store, inputs["policy"], "policy"), recorded)
         write_robot_bundle(robot, target)
         count = len(robot.episodes)
     else:
         tasks, model = (in_store(store, inputs[each], each) for each in ("tasks", "model"))
-        started = workspace / STARTED
-        recorded = json.loads(started.read_bytes()).get("versions", {}) if started.is_file() else {}
         bundle = make_bundle(evaluation, tasks, model, recorded)
         write_bundle(bundle, target, ImageStore(store.images))
         count = len(bundle.episodes)

@@ -35,9 +35,7 @@ def run_cells(recipe: Sweep, tasks: Artifact) -> list[CheckpointResult]:
     findings, sweep = [], recipe.sweep
     for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
         name = f"{checkpoint}-seed{seed}"
-        state = cell(checkpoint, seed, recipe, tasks, return_state=True)
-        done = state.is_completed()
-        findings.append(CheckpointResult(name, state.result() if done else None, "" if done else str(state.message)))
+        findings.append(CheckpointResult.of(name, cell(checkpoint, seed, recipe, tasks, return_state=True)))
     return findings
 
 

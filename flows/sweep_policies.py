@@ -27,13 +27,8 @@ def played(name: str, recipe: SweepPolicies) -> Artifact:
 @takes(SweepPolicies)
 def sweep_policies(recipe: SweepPolicies) -> list[str] | State[None]:
     with tracked_flow(recipe) as tracking:
-        findings = []
-        for name in recipe.sweep.policies:
-            state = played(name, recipe, return_state=True)
-            done = state.is_completed()
-            findings.append(
-                CheckpointResult(name, state.result() if done else None, "" if done else str(state.message))
-            )
+        names = recipe.sweep.policies
+        findings = [CheckpointResult.of(name, played(name, recipe, return_state=True)) for name in names]
         evaluations = {finding.name: finding.artifact for finding in findings if finding.artifact}
         made = {}
         if len(evaluations) > 1:

@@ -18,6 +18,7 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
+from prefect.states import State
 
 from armature.components.artifacts.disk import write_file
 from armature.components.artifacts.manifest import read_manifest
@@ -175,6 +176,11 @@ class CheckpointResult:
     name: str
     artifact: Artifact | None
     error: str = ""
+
+    @classmethod
+    def of(cls, name: str, state: State[Artifact]) -> CheckpointResult:
+        """Return the result of a task run that made an evaluation, or has failed."""
+        return cls(name, state.result()) if state.is_completed() else cls(name, None, str(state.message))
 
     def row(self) -> dict[str, str | float]:
         """Return the checkpoint's row in the table of results, by column."""

@@ -106,7 +106,7 @@ class Drill:
         often.
 
         Returns:
-            The first difference from the undisturbed run; "" if there is none.
+            A sentence about the first difference from the undisturbed run, or "" if the run has the same results.
 
         Raises:
             ArmatureError: the time is over.
@@ -172,9 +172,9 @@ class Drill:
             struck = sorted(hit(signal.SIGSTOP))
         elif struck := sorted(hit())[:1]:
             hit(signal.SIGKILL, struck[0])
-        processes = "".join(f", process {pid} on {host}" for host, pid in struck)
         missing = fault.victim in KINDS and not struck
-        say(f"{run.folder.name}: {fault}{', but there is none' if missing else processes}")
+        hits = ["no such process runs"] if missing else [f"process {pid} on {host}" for host, pid in struck]
+        say(f"{run.folder.name}: {', '.join([str(fault), *hits])}")
         self.untouched -= set() if missing else {fault.victim}
         try:
             if fault.action != "kill":

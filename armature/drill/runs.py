@@ -155,7 +155,7 @@ class DrilledRun:
 
 
 def first_difference(results: Results, undisturbed: Results) -> str:
-    """Return, in words, the first result in which a run differs from an undisturbed one; "" if they are equal.
+    """Describe the first result in which a run differs from an undisturbed one. Return "" if they are equal.
 
     Example:
         >>> first_difference({(3, 4, "history: loss"): "0.25"}, {(3, 4, "history: loss"): "0.5"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +64,7 @@ STAGES = Registry(
 
 STARTED = "stage.json"
 """File in a stage's workspace with its settings, its input folders, the recipe's name, the project folder, and the
-versions that the stage runs with.
+versions that the stage runs with. They are empty if its attempts ran with several.
 
 Viewers read it, also while the stage runs.
 """
@@ -267,8 +268,9 @@ def run_stage(
             recipe=recipe,
         )
         folders = {name: str(inputs[name].path) for name in stage.inputs_for(settings)}
-        started_as = {"recipe": recipe, "project": str(project_folder().resolve()), "versions": versions(machine)}
-        write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders, **started_as})
+        recorded = _versions_of_attempts(workspace / STARTED, (stage.versions or versions)(machine))
+        started_as = {"recipe": recipe, "project": str(project_folder().resolve()), "versions": recorded}
+        write_json(workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders, **started_as})
 
         def fill(folder: Path) -> None:
             report = stage.run(settings, inputs, folder, context)
@@ -290,3 +292,16 @@ def run_stage(
         assert artifact is not None
     events.message(f"{name}: made in {time.monotonic() - started:.1f} s, {artifact.path}")
     return artifact
+
+
+def _versions_of_attempts(file: Path, here: dict[str, str]) -> dict[str, str]:
+    """Return the versions with which all attempts of a stage run: `here`, or none if an earlier attempt had others.
+
+    A file that a killed process has left incomplete may be of other versions, too.
+    """
+    if not file.exists():
+        return here
+    try:
+        return here if json.loads(file.read_bytes())["versions"] == here else {}
+    except (ValueError, KeyError):
+        return {}

@@ -160,7 +160,8 @@ class Stage(Generic[SettingsT]):
     `version` is raised whenever the same settings and inputs would give another output. `sources` returns the digests,
     by name, of everything else that the output depends on, such as the code of an environment. `resolve` returns the
     settings with the branches and tags of a hub replaced by commits, and reports each replacement. `more_inputs`
-    returns the names of inputs that only some settings need; `inputs_for` returns all names.
+    returns the names of inputs that only some settings need; `inputs_for` returns all names. `versions` returns the
+    versions of the packages and the hardware on which the output's bits depend; None: those of the model servers.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Stage(Generic[SettingsT]):
     sources: Callable[[SettingsT, Mapping[str, Artifact]], Mapping[str, str]] = nothing_more
     resolve: Callable[[SettingsT, Mapping[str, Artifact], Callable[[str], None]], SettingsT] = as_they_are
     more_inputs: Callable[[SettingsT], tuple[str, ...]] = no_more_inputs
+    versions: Callable[[Machine], dict[str, str]] | None = None
 
     def inputs_for(self, settings: SettingsT) -> tuple[str, ...]:
         """Return the names of the inputs that the stage takes with these settings."""

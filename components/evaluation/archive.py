@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import foreign, regular
@@ -16,6 +18,37 @@ from armature.components.contracts.files import foreign, regular
 CLAIMS_FILE, EPISODES_FILE = "bundle.json", "episodes.jsonl"
 MAX_FILE_BYTES = 2**28
 """Largest size in bytes of each file of a bundle."""
+
+
+class Claims(BaseModel):
+    """The claims about an evaluation as a whole, of every kind of bundle.
+
+    Attributes:
+        settings: sections of the stage's recipe as they were used.
+        policy: digest of the policy's artifact.
+        policy_sha256: SHA-256 of the policy's checkpoint.
+        armature: version of the package that made the artifact.
+        versions: see `components/machine/versions.py`; empty if they were not recorded.
+        metrics: the content of `metrics.json`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bundle_version: Literal[1] = 1
+    settings: dict[str, Any]
+    policy: str
+    policy_sha256: str
+    armature: str
+    versions: dict[str, str]
+    metrics: dict[str, Any]
+
+    def contradictions(self, numbers: Mapping[str, Any]) -> list[str]:
+        """Return sentences about claims that cannot be true. `numbers` is the summary that the rows give."""
+        problems = _summary_contradictions(self.metrics, numbers)
+        made = self.versions.get("armature", self.armature)
+        if made != self.armature:
+            problems.append(f"it was made with armature {self.armature!a:.40}, and with {made!a:.40}")
+        return problems
 
 
 def write_files(target: Path, files: Mapping[str, bytes]) -> None:
@@ -54,7 +87,7 @@ def _content(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-def summary_contradictions(claimed: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[str]:
+def _summary_contradictions(claimed: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[str]:
     """Return a sentence about the first number of a bundle's summary that its rows do not give, if there is one."""
     computed = json.loads(json.dumps(numbers))
     wrong = [key for key in computed | claimed if not _close(computed.get(key), claimed.get(key))]

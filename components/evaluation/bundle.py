@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import isclose
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from armature.components.artifacts.images import ImageStore
@@ -34,8 +34,8 @@ from armature.components.environments.stage import read_environment
 from armature.components.evaluation.archive import (
     CLAIMS_FILE,
     EPISODES_FILE,
+    Claims,
     opened,
-    summary_contradictions,
     write_files,
 )
 from armature.components.evaluation.results import EpisodeResult, collect_results, metrics, planned_tasks
@@ -50,33 +50,18 @@ SAMPLED_ROLLOUTS = 8
 """Number of episodes in the sample of rollouts."""
 
 
-class Claims(BaseModel):
-    """The claims about an evaluation as a whole.
+class LanguageClaims(Claims):
+    """The claims about an evaluation of stage `evaluate` as a whole.
 
     Attributes:
-        settings: sections `evaluation` and `inference` of the recipe as they were used.
         environment: section `environment`.
         sources: digests of the environment's code and data.
-        policy: digest of the policy's artifact.
-        policy_sha256: SHA-256 of the policy's weights, configuration and tokenizer.
         tasks: digest of the tasks of each played split.
-        armature: version of the package that made the artifact.
-        versions: see `components/machine/versions.py`; empty if they were not recorded.
-        metrics: the content of `metrics.json`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    bundle_version: Literal[1] = 1
-    settings: dict[str, Any]
     environment: dict[str, Any]
     sources: dict[str, str]
-    policy: str
-    policy_sha256: str
     tasks: dict[Split, str]
-    armature: str
-    versions: dict[str, str]
-    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ class EpisodeClaim:
 class EvaluationBundle:
     """The content of a bundle: the claims about the evaluation and about each episode, and a sample of rollouts."""
 
-    claims: Claims
+    claims: LanguageClaims
     episodes: tuple[EpisodeClaim, ...]
     rollouts: tuple[Mapping[str, Any], ...]
 
@@ -154,7 +139,7 @@ def make_bundle(
     manifest = read_manifest(evaluation.path)
     plan = EvaluateStageSettings.model_validate(manifest.settings).evaluation
     planned, outputs = planned_tasks(plan, tasks.path), read_rollouts(evaluation.path)
-    claims = Claims(
+    claims = LanguageClaims(
         settings=manifest.settings,
         environment=read_environment(tasks.path).model_dump(mode="json"),
         sources=manifest.sources,
@@ -203,7 +188,7 @@ def read_bundle(path: Path) -> EvaluationBundle:
         DataError: the file is not a bundle, or a table of it is too large.
     """
     with opened(path) as read:
-        claims = Claims.model_validate(read_finite(read(CLAIMS_FILE)))
+        claims = LanguageClaims.model_validate(read_finite(read(CLAIMS_FILE)))
         lines = to_json([read_finite(line) for line in read(EPISODES_FILE).splitlines()])
         sampled = [read_finite(line) for line in read(ROLLOUTS_FILE).splitlines()]
         rollouts = TypeAdapter(list[dict[str, Any]]).validate_python(sampled)
@@ -222,7 +207,7 @@ def contradictions(bundle: EvaluationBundle, plan: EvaluationSettings) -> list[s
     results = [each.result for each in bundle.episodes]
     if wrong := [each.trajectory_id for each in results if each.solved != _earns(each, plan.success_reward)]:
         problems.append(f"{len(wrong)} rows are not solved as their reward says, such as {wrong[0]!a:.40}")
-    problems += summary_contradictions(claims.metrics, metrics(results, plan.splits))
+    problems += claims.contradictions(metrics(results, plan.splits))
     seeds = {name: RolloutId.parse(name).request_seed(plan.seed, 0) for name in rows}
     if wrong := [name for name, each in rows.items() if each.seed != seeds[name]]:
         problems.append(f"{len(wrong)} rows have other seeds than the settings give, such as {wrong[0]!a:.40}")
@@ -231,9 +216,6 @@ def contradictions(bundle: EvaluationBundle, plan: EvaluationSettings) -> list[s
         if name not in rows or _sampled(rollout) != (rows[name].tokens, rows[name].result.reward):
             problems.append(f"the rollout {name!a:.40} differs from its row")
             break
-    made = claims.versions.get("armature", claims.armature)
-    if made != claims.armature:
-        problems.append(f"it was made with armature {claims.armature!a:.40}, and with {made!a:.40}")
     return problems
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -34,16 +36,7 @@ def versions(machine: Machine) -> dict[str, str]:
     device = "elsewhere" if elsewhere else "gpu" if machine.gpus_of_server(0) else "cpu"
     library = machine.server_interpreter.parent.parent / "lib"
     folders = [str(path) for path in sorted(library.glob("python*/site-packages"))] if not elsewhere else []
-    installed = {name: next(iter(distributions(name=name, path=folders)), None) for name in SERVER_PACKAGES}
-    return {
-        "armature": installed_version(),
-        COMMIT: installed_commit(),
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        **{name: each.version if each else "" for name, each in installed.items()},
-        "processor": processor(),
-        "threads": str(machine.server_threads),
-        "device": device,
-    }
+    return _facts(SERVER_PACKAGES, folders) | {"threads": str(machine.server_threads), "device": device}
 
 
 def policy_versions(machine: Machine) -> dict[str, str]:
@@ -53,16 +46,22 @@ def policy_versions(machine: Machine) -> dict[str, str]:
     """
     import torch
 
-    installed = {name: next(iter(distributions(name=name)), None) for name in POLICY_PACKAGES}
+    return _facts(POLICY_PACKAGES, sys.path) | {
+        "renderer": os.environ.get("MUJOCO_GL", "egl"),
+        "threads": str(machine.threads or torch.get_num_threads()),
+        "device": "gpu" if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _facts(packages: Sequence[str], folders: list[str]) -> dict[str, str]:
+    """Return the versions of Armature, of Python and of the packages in `folders`, and the processor's name."""
+    installed = {name: next(iter(distributions(name=name, path=folders)), None) for name in packages}
     return {
         "armature": installed_version(),
         COMMIT: installed_commit(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: each.version if each else "" for name, each in installed.items()},
-        "renderer": os.environ.get("MUJOCO_GL", "egl"),
         "processor": processor(),
-        "threads": str(machine.threads or torch.get_num_threads()),
-        "device": "gpu" if torch.cuda.is_available() else "cpu",
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -295,11 +295,47 @@ class TrainVlaRl(Sections):
         refuse_episodes(self.evaluation, self.simulator)
 
 
-class EvaluateLibero(Sections):
+class LiberoPlayers(Sections):
+    """Base of recipes in which policies play LIBERO's suites. Each policy is checked before anything is computed."""
+
+    JOINED = (EvaluateLiberoStageSettings,)
+
+    if TYPE_CHECKING:  # each recipe places these fields among its sections
+        simulator: SimulatorSettings
+        evaluation: LiberoEvaluationSettings
+
+    def policies(self) -> dict[str, RobotPolicySettings]:
+        """Return the settings of each policy, by the place in the recipe."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        for place, policy in self.policies().items():
+            _refuse_quantization("evaluation", self.evaluation, place, policy)
+        return self
+
+    def refuse_sources(self) -> None:
+        """Check that each policy has one source, which may also be an alias of MLflow."""
+        from armature.components.robots.policies.source import policy_source
+
+        for policy in self.policies().values():
+            policy_source(policy)
+
+    def refuse_ahead(self) -> None:
+        """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
+        from armature.components.robots.evaluation.robot import refuse_external
+        from armature.components.robots.evaluation.schedule import refuse_episodes
+
+        for place, policy in self.policies().items():
+            if policy.external is not None:
+                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings), place)
+        refuse_episodes(self.evaluation, self.simulator)
+
+
+class EvaluateLibero(LiberoPlayers):
     """Play every task of some suites in the simulator and report the success rates."""
 
     FLOW = "armature.flows.evaluate_libero.evaluate_libero"
-    JOINED = (EvaluateLiberoStageSettings,)
     MEMORY = f"{PLANNING}:recipe_memory"
 
     policy: RobotPolicySettings
@@ -312,36 +348,15 @@ class EvaluateLibero(Sections):
     against: RobotPolicySettings | None = None
     """Another policy that plays the same episodes; none: no comparison."""
 
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
-        for name in ("policy", "against"):
-            _refuse_quantization("evaluation", self.evaluation, name, getattr(self, name))
-        return self
-
-    def refuse_sources(self) -> None:
-        """Check that each policy has one source, which may also be an alias of MLflow."""
-        from armature.components.robots.policies.source import policy_source
-
-        for policy in filter(None, (self.policy, self.against)):
-            policy_source(policy)
-
-    def refuse_ahead(self) -> None:
-        """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
-        from armature.components.robots.evaluation.robot import refuse_external
-        from armature.components.robots.evaluation.schedule import refuse_episodes
-
-        for section in ("policy", "against"):
-            policy = getattr(self, section)
-            if policy is not None and policy.external is not None:
-                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings), section)
-        refuse_episodes(self.evaluation, self.simulator)
+    def policies(self) -> dict[str, RobotPolicySettings]:
+        """Return the policy, and the other one if there is one."""
+        return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
 
 
-class SweepPolicies(Sections):
+class SweepPolicies(LiberoPlayers):
     """Let several policies play the same episodes, and compare each pair. A failing policy does not stop the others."""
 
     FLOW = "armature.flows.sweep_policies.sweep_policies"
-    JOINED = (EvaluateLiberoStageSettings,)
     MEMORY = f"{PLANNING}:sweep_memory"
 
     sweep: PolicySweepSettings
@@ -352,29 +367,9 @@ class SweepPolicies(Sections):
     """Comparison of each pair."""
     machine: MachineSection = Machine()
 
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
-        for name, policy in self.sweep.policies.items():
-            _refuse_quantization("evaluation", self.evaluation, f"sweep.policies.{name}", policy)
-        return self
-
-    def refuse_sources(self) -> None:
-        """Check that each policy has one source, which may also be an alias of MLflow."""
-        from armature.components.robots.policies.source import policy_source
-
-        for policy in self.sweep.policies.values():
-            policy_source(policy)
-
-    def refuse_ahead(self) -> None:
-        """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
-        from armature.components.robots.evaluation.robot import refuse_external
-        from armature.components.robots.evaluation.schedule import refuse_episodes
-
-        for name, policy in self.sweep.policies.items():
-            if policy.external is not None:
-                settings = self.settings_for(EvaluateLiberoStageSettings)
-                refuse_external(policy.external, settings, f"sweep.policies.{name}")
-        refuse_episodes(self.evaluation, self.simulator)
+    def policies(self) -> dict[str, RobotPolicySettings]:
+        """Return the policies of the sweep."""
+        return {f"sweep.policies.{name}": policy for name, policy in self.sweep.policies.items()}
 
 
 def _refuse_missing(dataset: DatasetSettings | None) -> None:

@@ -65,7 +65,7 @@ def write_bundle_of(folder: Path, policy: Artifact, noise: float) -> Path:
     machine = make_machine(store=store.root)
     workspace = store.workspace(evaluation.kind, evaluation.path.name)
     workspace.mkdir(parents=True, exist_ok=True)
-    write_json(workspace / "versions.json", policy_versions(machine))
+    write_json(workspace / "stage.json", {"versions": policy_versions(machine)})
     bundle_evaluation(evaluation.digest, folder / name, machine)
     return folder / name
 

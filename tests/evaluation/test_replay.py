@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from armature.components.artifacts.images import ImageStore
+from armature.components.configuration import stages
+from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.episodes import Task
+from armature.components.contracts.stages import StageReport
 from armature.components.environments.make import make_environment
 from armature.components.environments.settings import EnvironmentSettings
 from armature.components.evaluation.agreement import (
@@ -201,3 +204,23 @@ def test_bits_are_promised_for_equal_versions(change, promised):
     assert obstacles_to_bits({}, HERE) and obstacles_to_bits(HERE | {"device": "gpu"}, HERE | {"device": "gpu"}) == [
         "device"
     ]
+
+
+def test_versions_are_unknown_if_attempts_ran_with_several(tmp_path, monkeypatch):
+    def attempt(version: str, folder: str) -> dict[str, str]:
+        stage = replace(STAGES["tasks"], run=stop, versions=lambda machine: {"torch": version})
+        monkeypatch.setattr(stages, "STAGES", {"tasks": stage})
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("tasks", SETTINGS, {}, make_machine(store=tmp_path / folder))
+        (started,) = (tmp_path / folder).glob("workspaces/tasks-*/stage.json")
+        recorded = json.loads(started.read_text())["versions"]
+        if folder == "damaged":
+            started.write_text('{"versions": {"torch": "1')
+        return recorded
+
+    def stop(*arguments: object) -> StageReport:
+        raise KeyboardInterrupt
+
+    assert [attempt(each, "same") for each in ("1", "1")] == [{"torch": "1"}, {"torch": "1"}]
+    assert [attempt(each, "other") for each in ("1", "2", "2")] == [{"torch": "1"}, {}, {}]
+    assert [attempt(each, "damaged") for each in ("1", "1")] == [{"torch": "1"}, {}]

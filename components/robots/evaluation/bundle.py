@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from armature.components.artifacts.manifest import read_manifest
@@ -26,8 +26,8 @@ from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.evaluation.archive import (
     CLAIMS_FILE,
     EPISODES_FILE,
+    Claims,
     opened,
-    summary_contradictions,
     write_files,
 )
 from armature.components.models.source import checkpoint_sha256, locate
@@ -67,29 +67,14 @@ MAX_BATCH = 32
 """Largest number of episodes that a replay plays at the same time; a bundle may ask for any."""
 
 
-class RobotClaims(BaseModel):
-    """The claims about an evaluation as a whole.
+class RobotClaims(Claims):
+    """The claims about an evaluation of stage `evaluate-libero` as a whole.
 
-    Attributes:
-        settings: sections `simulator` and `evaluation` of the recipe as they were used.
-        policy: digest of the policy's artifact.
-        policy_sha256: SHA-256 of the policy's checkpoint; "" for a policy that another program computed. Episodes of
-            such a policy are replayed from their recorded actions.
-        armature: version of the package that made the artifact.
-        versions: see `policy_versions`; empty if they were not recorded.
-        metrics: the content of `metrics.json`.
+    `policy_sha256` is "" for a policy that another program computed. Its episodes are replayed from their recorded
+    actions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    bundle_version: Literal[1] = 1
     kind: Literal["evaluate-libero"] = "evaluate-libero"
-    settings: dict[str, Any]
-    policy: str
-    policy_sha256: str
-    armature: str
-    versions: dict[str, str]
-    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -188,31 +173,25 @@ def robot_contradictions(
     Args:
         planned: the episodes that the settings plan.
     """
-    claims, results = bundle.claims, [each.result for each in bundle.episodes]
+    results = [each.result for each in bundle.episodes]
     starts = [_start(each) for each in planned]
     listed = [
         (each.name, each.result.language, each.result.initial_state, each.result.simulator_seed)
         for each in bundle.episodes
     ]
-    problems = []
     if listed != starts:
         wrong = sum(one != other for one, other in zip(listed, starts, strict=False))
-        problems.append(f"{len(listed)} episodes are listed, {len(starts)} planned, and {wrong} are not as planned")
-        return problems
+        return [f"{len(listed)} episodes are listed, {len(starts)} planned, and {wrong} are not as planned"]
+    problems = []
     limits = [each.max_steps for each in planned]
     if wrong_ends := [each.name for each, limit in zip(bundle.episodes, limits, strict=True) if not _ends(each, limit)]:
         problems.append(f"{len(wrong_ends)} rows cannot have ended so, such as {wrong_ends[0]!a:.80}")
     failed = sum(each.failure is not None for each in results)
     if failed > settings.evaluation.failed_episodes:
         problems.append(f"{failed} episodes failed, and the settings allow {settings.evaluation.failed_episodes}")
-    if not problems:
-        plain = [each for each in results if not isinstance(each, PerturbedResult)]
-        perturbed = [each for each in results if isinstance(each, PerturbedResult)]
-        problems += summary_contradictions(claims.metrics, all_metrics(plain, perturbed))
-    made = claims.versions.get("armature", claims.armature)
-    if made != claims.armature:
-        problems.append(f"it was made with armature {claims.armature!a:.40}, and with {made!a:.40}")
-    return problems
+    plain = [each for each in results if not isinstance(each, PerturbedResult)]
+    perturbed = [each for each in results if isinstance(each, PerturbedResult)]
+    return problems + bundle.claims.contradictions(all_metrics(plain, perturbed))
 
 
 def _start(planned: PlannedEpisode) -> tuple[str, str, int, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from armature.components.machine.versions import policy_versions
 from armature.components.robots.evaluation.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
-VERSIONS_FILE = "versions.json"
-"""File in the workspace with the `policy_versions` of an evaluation."""
 COMPARISON_FILE = "comparison.json"
 SHOWN = ("success", "success_low", "success_high", "difference")
 """Names of the metrics that are logged to the run for each perturbation. `metrics.json` has all metrics."""
@@ -101,7 +100,6 @@ def evaluate_policy(
     context: StageContext,
 ) -> StageReport:
     """Evaluate any policy and write all result files, see `evaluate_libero`. tasks: the tasks of each suite."""
-    from armature.components.machine.versions import policy_versions
     from armature.components.pages.report import write_report
     from armature.components.robots.evaluation.compare import all_metrics
     from armature.components.robots.evaluation.page import evaluation_report
@@ -115,7 +113,6 @@ def evaluate_policy(
     from armature.components.robots.evaluation.schedule import plan_episodes
 
     started = time.monotonic()
-    write_json(context.workspace / VERSIONS_FILE, policy_versions(context.machine))
     planned = plan_episodes(settings.evaluation, tasks)
     outcomes = _play(policy, settings, planned, processes, context)
     results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
@@ -217,5 +214,7 @@ def compare_libero(
     return StageReport(rows={"pairs": whole.pairs, "videos": len(videos)})
 
 
-EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 3, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
+EVALUATE_LIBERO_STAGE = Stage(
+    "evaluate-libero", 3, EvaluateLiberoStageSettings, ("policy",), evaluate_libero, versions=policy_versions
+)
 COMPARE_LIBERO_STAGE = Stage("compare-libero", 4, CompareLiberoSettings, ("first", "second"), compare_libero)

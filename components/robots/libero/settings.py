@@ -112,7 +112,7 @@ class PerturbationSettings(Settings):
     def _each_once(self) -> Self:
         for name in type(self).model_fields:
             strengths = getattr(self, name)
-            if len(set(strengths)) < len(strengths):
+            if len({Perturbation(name, each).label for each in strengths}) < len(strengths):
                 raise ValueError(f"{name}: {', '.join(map(str, strengths))}: list each strength once")
         return self
 

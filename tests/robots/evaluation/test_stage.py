@@ -10,6 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from armature.components.configuration.stages import TerminalEvents, ThreadUnits
 from armature.components.contracts.robots import RobotObservation
@@ -270,3 +271,11 @@ def test_videos_show_every_frame_of_all_cameras(tmp_path: Path) -> None:
         expected = side_by_side(moment)
         assert image.shape == expected.shape == (32, 64, 3)
         assert np.abs(image.astype(int) - expected).mean() < 4
+
+
+@pytest.mark.parametrize("strengths", [(0.5, 0.5), (0.5, 0.5000001)])
+def test_strengths_with_one_label_are_refused(strengths: tuple[float, float]) -> None:
+    """The label is part of an episode's key, so one episode would be played for both."""
+    with pytest.raises(ValidationError):
+        PerturbationSettings(camera=strengths)
+    assert len(PerturbationSettings(camera=(0.5, 0.51)).listed()) == 2
