@@ -244,7 +244,7 @@ def replay_episodes(
         outcomes[episode.key] = latest = outcome_of(attempted)
         on_outcome(outcomes.values(), latest)
 
-    with open_simulators(settings.simulator, context.machine, batch) as processes:
+    with open_simulators(settings.simulator, context.machine, plan) as processes:
         if policy is not None:
             journal = EvaluationJournal(context.workspace / JOURNAL)
             outcomes |= Evaluation(plan, again, journal, on_outcome).run(policy, processes)

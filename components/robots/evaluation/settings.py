@@ -9,10 +9,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_valid
 from armature.components.contracts.settings import Settings
 from armature.components.evaluation.settings import EvaluationSchedule
 from armature.components.robots.libero.settings import PerturbationSettings, SimulatorSettings, Suite
+from armature.components.robots.libero.starts import REST
 from armature.components.robots.policies.settings import Quantization
-
-REST = 10
-"""Number of simulation steps after which the objects of a stored initial state are at rest."""
 
 
 class PlayerSettings(Settings):
@@ -39,6 +37,9 @@ class PlayerSettings(Settings):
     rollouts; evaluations have their own setting."""
     attempts: PositiveInt = 3
     """Attempts at an episode whose simulator dies."""
+    play_broken_starts: bool = False
+    """Also play tasks that do not begin as their files say: an object is not on or in the other one, or the goal holds
+    already. false: such a task is an error."""
 
     @model_validator(mode="after")
     def _listed_once(self) -> Self:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.machine.versions import policy_versions
-from armature.components.robots.evaluation.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
+from armature.components.robots.evaluation.settings import (
+    CompareLiberoSettings,
+    EvaluateLiberoStageSettings,
+    PlayerSettings,
+)
 
 if TYPE_CHECKING:
     from armature.components.contracts.machine import Machine
@@ -57,13 +61,13 @@ def evaluate_libero(
     if chosen is not None and chosen.external is not None:
         with (
             open_external(chosen.external, source, settings, context.machine.threads) as external,
-            open_simulators(settings.simulator, context.machine, plan.batch) as processes,
+            open_simulators(settings.simulator, context.machine, plan) as processes,
         ):
             if not external.seeded:
                 context.events.message("the policy's server draws its own noise, so another evaluation may differ")
             return evaluate_policy(external, tasks, processes, settings, out, context)
     policy = open_own(source, settings)
-    with open_simulators(settings.simulator, context.machine, plan.batch) as processes:
+    with open_simulators(settings.simulator, context.machine, plan) as processes:
         report = evaluate_policy(policy, tasks, processes, settings, out, context)
     if not policy.undecoded:
         return report
@@ -72,8 +76,10 @@ def evaluate_libero(
 
 
 @contextmanager
-def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -> Iterator[list[SimulatorProcess]]:
-    """Start the processes that play `batch` episodes at once, and limit torch to `machine.threads` CPU threads.
+def open_simulators(
+    settings: SimulatorSettings, machine: Machine, plan: PlayerSettings
+) -> Iterator[list[SimulatorProcess]]:
+    """Start the processes that play `plan.batch` episodes at once, and limit torch to `machine.threads` CPU threads.
 
     The policy computes in this process, next to the simulators. With 0 threads torch's own number stays.
     """
@@ -85,8 +91,11 @@ def open_simulators(settings: SimulatorSettings, machine: Machine, batch: int) -
     torch.set_num_threads(machine.threads or before)
     try:
         with ExitStack() as opened:
-            count = min(machine.playing_processes, batch)
-            yield [opened.enter_context(SimulatorProcess(settings, timeout)) for _ in range(count)]
+            made = [
+                SimulatorProcess(settings, timeout, plan.play_broken_starts)
+                for _ in range(min(machine.playing_processes, plan.batch))
+            ]
+            yield [opened.enter_context(process) for process in made]
     finally:
         torch.set_num_threads(before)
 

@@ -108,13 +108,15 @@ class SimulatorProcess:
         ...         return process.reset(task, initial_state=0, seed=0)
     """
 
-    def __init__(self, settings: SimulatorSettings, timeout: float) -> None:
+    def __init__(self, settings: SimulatorSettings, timeout: float, broken_starts: bool = False) -> None:
         """Start the process.
 
         Args:
             timeout: maximum seconds of a reset, of a demonstration's step or of one action of a chunk.
+            broken_starts: see `LiberoSimulator`.
         """
-        self.worker = make_worker(WORKER, settings.model_dump(mode="json"), timeout=timeout)
+        arguments = settings.model_dump(mode="json") | {"broken_starts": broken_starts}
+        self.worker = make_worker(WORKER, arguments, timeout=timeout)
 
     @property
     def alive(self) -> bool:
@@ -143,6 +145,7 @@ class SimulatorProcess:
 
         Raises:
             WorkerError: the process died or did not answer in time.
+            DataError: the task does not begin as its file says.
         """
         changed = None if perturbation is None else asdict(perturbation)
         reply = self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed, reply=OBSERVATION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,11 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.libero.package import assets_folder, import_libero, use_assets
 from armature.components.robots.libero.progress import GoalProgress, goal_progress
 from armature.components.robots.libero.settings import IMAGES, Perturbation, SimulatorSettings
+from armature.components.robots.libero.starts import LOWERING, REST, BodyPose, broken_start, lowered, object_poses
 from armature.components.robots.libero.tasks import ACTION_NAMES, LiberoTask, load_initial_states
+
+if TYPE_CHECKING:
+    from armature.components.robots.libero.perturbations.apply import Perturber
 
 # --- One pass of forward dynamics per physics step, where robosuite computes three; results are bit-identical ---
 
@@ -65,21 +69,27 @@ STANDSTILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
 
 
 class LiberoSimulator:
-    """LIBERO's environment with two differences.
+    """LIBERO's environment with three differences.
 
     Images are rendered only when `observe` is called. They show the time of robosuite's last sensor update, which is up
-    to one control step before the end of the last action. And a reset depends only on its arguments: LIBERO's own reset
-    also depends on the number of earlier resets in tasks with drawers and switches, which moves their furniture.
+    to one control step before the end of the last action. A reset depends only on its arguments: LIBERO's own reset
+    also depends on the number of earlier resets in tasks with drawers and switches, which moves their furniture. And
+    an episode begins as its task says, see `reset`.
     """
 
-    def __init__(self, task: LiberoTask, settings: SimulatorSettings) -> None:
+    def __init__(self, task: LiberoTask, settings: SimulatorSettings, broken_starts: bool = False) -> None:
+        """Build the environment.
+
+        Args:
+            broken_starts: do not raise an error if an episode does not begin as its task says.
+        """
         import_libero()
         from libero.libero.envs.env_wrapper import ControlEnv
 
         from armature.components.robots.libero.cameras import Cameras
         from armature.components.robots.libero.control import kept_models
 
-        self.task, self._settings = task, settings
+        self.task, self._settings, self._broken_starts = task, settings, broken_starts
         self._assets = assets_folder(settings.assets == "compact")
         use_assets(self._assets)
         self._states = load_initial_states(task, settings.trusted_initial_states)
@@ -101,14 +111,54 @@ class LiberoSimulator:
         self._words = task.language
         self.observed: dict[str, Any] = {}
         """Positions and poses of the robot and all objects at robosuite's last sensor update."""
+        self.stored: dict[str, BodyPose] = {}
+        """Poses of the objects in the stored state of the last reset, before they came to rest."""
         self._watch()
 
     def reset(self, initial_state: int, seed: int, perturbation: Perturbation | None = None) -> None:
         """Reset to stored state number `initial_state` (modulo their number) and wait `num_steps_wait` steps.
 
+        If an object has then fallen off its place, the reset is repeated, and objects sink to their places instead of
+        falling. With fewer than 10 waiting steps objects still move, and nothing is checked.
+
         Args:
             seed: seed of the positions of fixtures, which a stored state does not contain, and of the perturbation.
+
+        Raises:
+            DataError: objects are not where the stored state and the task's BDDL file say, or the goal holds already.
         """
+        perturber, broken = self._settle(initial_state, seed, perturbation)
+        if broken:
+            perturber, broken = self._settle(initial_state, seed, perturbation, lower=True)
+        if broken and not self._broken_starts:
+            raise DataError(
+                f"the episode does not begin as its task says: {'; '.join(broken)}",
+                code="broken_start",
+                where=f"{self.task.suite}, task {self.task.index}, initial state {initial_state}",
+                remedy="leave this task or this initial state out, or set play_broken_starts = true to play it",
+            )
+        if perturber.change_places(self._environment):
+            self.observed = self._control.set_init_state(self._control.get_sim_state())
+            self._wait(self._settings.num_steps_wait)
+
+    def _settle(
+        self, initial_state: int, seed: int, perturbation: Perturbation | None = None, lower: bool = False
+    ) -> tuple[Perturber, list[str]]:
+        """Reset to a stored state and let objects come to rest. Return the episode's perturber and `broken_start`.
+
+        lower: objects sink to their places, in further steps before the `num_steps_wait` steps.
+        """
+        perturber = self._restore(initial_state, seed, perturbation)
+        self.stored = object_poses(self._environment)
+        if lower:
+            with lowered(self._environment.sim.model._model):
+                self._wait(LOWERING)
+        waits = self._settings.num_steps_wait
+        self._wait(waits)
+        return perturber, broken_start(self._environment, self.stored) if waits >= REST else []
+
+    def _restore(self, initial_state: int, seed: int, perturbation: Perturbation | None) -> Perturber:
+        """Reset to a stored state, in which objects are still in the air. Return the episode's perturber."""
         from robosuite.utils.errors import RandomizationError
 
         from armature.components.robots.libero.control import kept_models, quicken, restore
@@ -130,13 +180,10 @@ class LiberoSimulator:
         self._looks = None if perturber.change_sight(environment) else compiled.model
         self._words = perturber.words(self.task.language)
         self.observed = self._control.set_init_state(self._states[initial_state % len(self._states)])
-        self._wait()
-        if perturber.change_places(environment):
-            self.observed = self._control.set_init_state(self._control.get_sim_state())
-            self._wait()
+        return perturber
 
-    def _wait(self) -> None:
-        for _ in range(self._settings.num_steps_wait):
+    def _wait(self, steps: int) -> None:
+        for _ in range(steps):
             self._advance(STANDSTILL)
 
     def observe(self) -> RobotObservation:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SimulatorWorker:
     """One simulator per slot. A slot that gets another task needs a new simulator, which takes seconds to build."""
 
-    def __init__(self, **settings: Any) -> None:
-        self._settings = SimulatorSettings.model_validate(settings)
+    def __init__(self, broken_starts: bool, **settings: Any) -> None:
+        self._settings, self._broken_starts = SimulatorSettings.model_validate(settings), broken_starts
         self._simulators: dict[int, LiberoSimulator] = {}
 
     def reset(
@@ -92,7 +92,7 @@ class SimulatorWorker:
                 del self._simulators[slot]
                 current.close()
             _overlook_modules()
-            current = self._simulators[slot] = LiberoSimulator(task, self._settings)
+            current = self._simulators[slot] = LiberoSimulator(task, self._settings, self._broken_starts)
             compile_once(partial(current.reset, 0, 0))
         return current
 

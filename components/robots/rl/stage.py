@@ -71,7 +71,7 @@ def train_vla_rl(
 
     saved = partial(context.saved, best=context.workspace / BEST)
     with ExitStack() as opened:
-        processes = opened.enter_context(open_simulators(settings.simulator, machine, plan.batch))
+        processes = opened.enter_context(open_simulators(settings.simulator, machine, plan))
         gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
         progress = partial(context.events.progress, "episodes")
         collector = Collector(plan, policy, processes, ImageStore(context.images), progress, gamma)
