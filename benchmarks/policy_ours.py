@@ -14,6 +14,7 @@ from armature.components.robots.imitation.data import PolicyMicroBatch
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import Mode, VLATrainerSettings
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     FREQUENCIES,
     frequencies,
@@ -21,7 +22,6 @@ from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     to_released,
 )
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from armature.components.robots.policies.molmoact2.processing.batch import Example, collate

@@ -14,8 +14,8 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from armature.components.robots.policies.molmoact2.processing.batch import Floats, Ints
-from armature.components.robots.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, instruction, state_bins, wrap
+from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 from benchmarks.table import Row, alternate, seconds
 

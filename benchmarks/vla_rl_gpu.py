@@ -34,8 +34,8 @@ from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.robots.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner

@@ -211,10 +211,10 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
 def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
     """Return the memory of the largest policy of a sweep, in which one policy plays after the other.
 
-    It is None if other programs compute all policies.
+    It is None if it can be counted for none of them.
     """
     cameras, rows = len(recipe.simulator.camera_name_mapping), recipe.evaluation.rows_per_pass
-    own = [policy for policy in recipe.sweep.policies.values() if policy.external is None]
+    own = [policy for policy in recipe.sweep.policies.values() if _counted(policy)]
     memories = [robot_memory(policy, recipe.machine, cameras, None, rows=rows) for policy in own]
     return max(memories, key=lambda memory: sum(memory.server.values()), default=None)
 
@@ -222,10 +222,10 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:
     """Return the memory that a recipe needs to train or play a policy on the recipe's machine.
 
-    It is None for a policy that another program computes.
+    It is None for a policy that another program computes, and for a SmolVLA, which fits on every GPU.
     """
     policy, machine = recipe.policy, recipe.machine
-    if policy.external is not None:
+    if not _counted(policy):
         return None
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
@@ -233,6 +233,10 @@ def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemor
     rows = recipe.evaluation.rows_per_pass if recipe.evaluation is not None else 0
     update = recipe.training if isinstance(recipe, TrainVla) else None
     return robot_memory(policy, machine, cameras or len(policy.image_keys) or 2, update, rows=rows)
+
+
+def _counted(policy: RobotPolicySettings) -> bool:
+    return policy.external is None and policy.family == "molmoact2"
 
 
 def robot_memory(

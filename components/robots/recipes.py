@@ -239,6 +239,10 @@ class TrainVlaRl(Sections):
 
         Without the section `training` the policy comes from elsewhere, and its own settings define what it can do.
         """
+        if self.policy.family != "molmoact2":
+            raise ValueError(
+                f"policy.family {self.policy.family} cannot be trained by reinforcement learning yet: use train-vla"
+            )
         trained = self.policy.action_mode
         drawn = self.rollouts.inference_action_mode == "continuous" and self.rollouts.likelihood == "flow_sde"
         if self.policy.num_inference_steps == 1 and drawn:

@@ -24,7 +24,7 @@ from armature.components.robots.datasets.stage import augment
 from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
-from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
+from armature.components.robots.policies.norm_stats import NormStats
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 

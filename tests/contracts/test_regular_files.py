@@ -29,7 +29,7 @@ from armature.components.rewards.make import make_rewards
 from armature.components.rewards.reward import RewardSettings
 from armature.components.robots.datasets.lerobot.layout import read_info
 from armature.components.robots.policies.molmoact2.processing.action_tokens import CONFIG, ActionTokens
-from armature.components.robots.policies.molmoact2.processing.norm_stats import NormStats
+from armature.components.robots.policies.norm_stats import NormStats
 from armature.components.robots.policies.source import read_json
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from armature.components.contracts.machine import available_cpus
 from armature.components.models.source import locate
 from armature.components.robots.evaluation.robot import refuse_cameras, refuse_external
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
 from armature.components.robots.libero.settings import IMAGES
+from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.lerobot.process import LeRobotPolicy
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from armature.components.robots.policies.settings import LeRobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.robots.server.client import ServedPolicy
 
 
-def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> MolmoAct2Policy:
+def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> Any:
     """Load the policy of an artifact into this process.
 
     Raises:
@@ -24,7 +25,7 @@ def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> MolmoAct2Po
         DataError: the checkpoint is incomplete.
     """
     plan = settings.evaluation
-    policy = open_policy(
+    policy = family_at(source).open_policy(
         source,
         mode=plan.inference_action_mode,
         rows=plan.rows_per_pass,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from armature.components.robots.datasets.mixture import FilePrefetch, Mixture, RobotSample
 from armature.components.robots.imitation.settings import ImageAugmentationSettings, PackingSettings, VLATrainerSettings
-from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
-from armature.components.robots.policies.molmoact2.processing.batch import Example, PadSide, PolicyBatch, collate, pack
-from armature.components.robots.policies.molmoact2.processing.processor import Processor
+from armature.components.robots.policies.family import ModelBatch, ModelProcessor
+from armature.components.robots.policies.flow import FlowConfig, FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PolicyMicroBatch:
     tokens: number of tokens without padding.
     """
 
-    batch: PolicyBatch
+    batch: ModelBatch
     draws: FlowSamples | None
     tokens: int
 
@@ -48,8 +49,10 @@ class PolicyMicroBatch:
 
 
 def arranged(
-    examples: Sequence[Example], packing: PackingSettings | None, pad_side: PadSide, multiple: int, pad_id: int
-) -> tuple[PolicyBatch, list[int]]:
+    examples: Sequence[Any],
+    packing: PackingSettings | None,
+    batch: Callable[[Sequence[Any], Sequence[Sequence[int]] | None], Batch],
+) -> tuple[Batch, list[int]]:
     """Make a batch of examples, with one example or several packed ones in each row.
 
     Packing changes the order of the examples. The second result holds, for each example of the batch in order, its
@@ -57,16 +60,12 @@ def arranged(
 
     Args:
         packing: None puts one example into each row.
-        pad_side: Side of the padding without packing; packed rows are padded on the right.
-        multiple: See `collate`.
-
-    Raises:
-        DataError: see `collate`.
+        batch: Function that makes the batch of the examples and the indices of each row's examples; None: one each.
     """
     if packing is None:
-        return collate(examples, pad_side, multiple, pad_id), list(range(len(examples)))
+        return batch(examples, None), list(range(len(examples)))
     rows = packed_rows([example.length for example in examples], packing)
-    return pack(examples, rows, multiple, pad_id), [index for row in rows for index in row]
+    return batch(examples, rows), [index for row in rows for index in row]
 
 
 def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[int]]:
@@ -168,20 +167,20 @@ class Encoder:
     processors: the processor of each dataset tag. All processors have the same horizon.
     """
 
-    processors: Mapping[str, Processor]
-    config: MolmoAct2Config
+    processors: Mapping[str, ModelProcessor]
+    config: FlowConfig
     policy: RobotPolicySettings
     settings: VLATrainerSettings
 
-    def example(self, sample: RobotSample) -> Example:
+    def example(self, sample: RobotSample) -> Any:
         """Encode a sample with the processor of the sample's dataset tag."""
         where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
         return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
 
-    def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> PolicyMicroBatch:
+    def micro_batch(self, examples: Sequence[Any], seeds: Sequence[int]) -> PolicyMicroBatch:
         """Make a micro-batch. The flow times and noise of an example depend only on its seed, not on batch or row."""
-        pad, side = next(iter(self.processors.values())).vocabulary.pad, SEMANTICS[self.policy.semantics].pad_side
-        batch, order = arranged(examples, self.settings.packing, side, ROW_MULTIPLE, pad)
+        make = next(iter(self.processors.values())).batch
+        batch, order = arranged(examples, self.settings.packing, partial(make, multiple=ROW_MULTIPLE))
         draws = None
         if batch.actions is not None and self.policy.action_mode != "discrete":
             horizon = batch.actions.shape[1]

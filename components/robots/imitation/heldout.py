@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from armature.components.contracts.robots import RobotPolicy
 from armature.components.robots.datasets.mixture import Mixture, RobotSample
 from armature.components.robots.imitation.data import Encoder, draw_seed
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import whole_expert
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
-from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.robots.policies.family import PolicyModel, family
+from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/action_error", "heldout/mean_action_error"
@@ -56,7 +57,7 @@ class HeldoutEvaluator:
             [self.encoder.micro_batch(examples[start : start + width], seeds[start : start + width]) for start in parts]
         )
 
-    def _action_errors(self, model: MolmoAct2) -> dict[str, float]:
+    def _action_errors(self, model: PolicyModel) -> dict[str, float]:
         """Return the mean absolute error of predicted actions, and the error of a constant prediction for comparison.
 
         The constant prediction is the dataset's mean action. Both errors are in standard deviations of the actions, and
@@ -82,10 +83,10 @@ class HeldoutEvaluator:
             MEAN_ACTION_ERROR: float(np.concatenate(constant).mean()),
         }
 
-    def _predict(self, model: MolmoAct2, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
+    def _predict(self, model: PolicyModel, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
         """Return predicted chunks (N, n_action_steps, action dimensions) for samples of one tag."""
         settings = self.settings[tag]
-        mode: InferenceMode = "discrete" if settings.action_mode == "discrete" else "continuous"
-        processor = self.encoder.processors[tag]
-        policy = MolmoAct2Policy(model, processor, settings, mode, self.encoder.settings.micro_batch_size)
+        mode: Literal["discrete", "continuous"] = "discrete" if settings.action_mode == "discrete" else "continuous"
+        processor, rows = self.encoder.processors[tag], self.encoder.settings.micro_batch_size
+        policy: RobotPolicy = family(settings.family).player(model, processor, settings, mode, rows)
         return policy.predict([sample.observation for sample in samples], range(len(samples)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from math import sqrt
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from armature.components.robots.imitation.data import PolicyMicroBatch
 from armature.components.robots.imitation.opening import parameter_groups, place
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel
 from armature.components.training.engine import AppliedUpdate, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 
@@ -23,12 +22,12 @@ LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_ent
 """Names of the losses in the history. Each value is the attribute of `PolicyLosses` that holds the loss."""
 
 
-class PolicyLearner(TrainingEngine[MolmoAct2]):
+class PolicyLearner(TrainingEngine[PolicyModel]):
     """A policy with its optimizer.
 
     Args:
         model: Model whose parameters that require a gradient are trained.
-        plan: Losses to compute.
+        plan: Losses to compute, from `PolicyFamily.loss_plan`.
         ranks: Ranks that train together; None: this process alone.
         shard: Function that splits a model on the meta device over the ranks and loads each rank's shards; None: each
             rank holds the whole model.
@@ -36,11 +35,11 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
 
     def __init__(
         self,
-        model: MolmoAct2,
+        model: PolicyModel,
         settings: VLATrainerSettings,
-        plan: LossPlan,
+        plan: Any,
         ranks: Ranks | None = None,
-        shard: Callable[[MolmoAct2], None] | None = None,
+        shard: Callable[[PolicyModel], None] | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self.plan = settings, plan
@@ -73,7 +72,7 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         if self.settings.mode == "expert":
             self.model.vlm.eval()
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
-        denominators = LossDenominators(**self.ranks.sum(asdict(self._denominators(micro_batches))))
+        denominators = LossDenominators(**self.ranks.sum(self._denominators(micro_batches)._asdict()))
         parts: list[dict[str, Tensor]] = []
         for index, micro in enumerate(ready):
             torch.manual_seed(self._seed(number, index))
@@ -104,10 +103,8 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
 
     def _denominators(self, micro_batches: Sequence[PolicyMicroBatch]) -> LossDenominators:
         """Return the denominators of the losses, summed over `micro_batches` of this rank only."""
-        total = LossDenominators(0.0, 0.0)
-        for micro in micro_batches:
-            total = total + LossDenominators.of(micro.batch, self.plan)
-        return total
+        parts = [self.model.denominators(micro.batch, self.plan) for micro in micro_batches]
+        return LossDenominators(*map(sum, zip(*parts, strict=True)))
 
     def _seed(self, update: int, number: int) -> int:
         """Return the dropout seed of micro-batch `number` of this rank in an update.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from peft import inject_adapter_in_model
@@ -19,13 +20,7 @@ from armature.components.models.load import MappedWeights
 from armature.components.models.lora import lora_config, merged_weights
 from armature.components.models.settings import AdapterSettings
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
-from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
-    empty_model,
-    load_model,
-    read_model,
-    save_policy,
-)
-from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts
+from armature.components.robots.policies.family import CheckpointParts, PolicyModel, family
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.settings import Semantics
 from armature.components.training.engine import ParameterGroup
@@ -65,7 +60,7 @@ def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:
 
 
 @contextmanager
-def whole_expert(model: MolmoAct2) -> Iterator[None]:
+def whole_expert(model: PolicyModel) -> Iterator[None]:
     """Keep the weights of a sharded action expert gathered inside the `with` block.
 
     Sampling needs this, because it calls parts of the expert, and FSDP only gathers weights when the whole is called.
@@ -81,8 +76,11 @@ def whole_expert(model: MolmoAct2) -> Iterator[None]:
         expert.reshard()
 
 
+Model = TypeVar("Model", bound=PolicyModel)
+
+
 @dataclass(frozen=True)
-class OpenedModel:
+class OpenedModel(Generic[Model]):
     """A model prepared for training.
 
     model: on the CPU, or on the meta device if it will be sharded.
@@ -93,13 +91,13 @@ class OpenedModel:
     dtypes: dtypes of the checkpoint's weights.
     """
 
-    model: MolmoAct2
-    named: MolmoAct2
+    model: Model
+    named: Model
     weights: Mapping[str, Tensor] | None
-    shard: Callable[[MolmoAct2], None] | None
+    shard: Callable[[Model], None] | None
     dtypes: Mapping[str, torch.dtype]
 
-    def publish(self, folder: Path, parts: PolicyParts, ranks: Ranks) -> None:
+    def publish(self, folder: Path, parts: CheckpointParts, ranks: Ranks) -> None:
         """Write the policy to `folder`; all ranks must call this method.
 
         Adapters are merged, and each weight has the dtype that it had in the loaded checkpoint.
@@ -107,16 +105,16 @@ class OpenedModel:
         merged = merged_weights(self.model)
         weights = {name: whole(value).to(self.dtypes.get(name, value.dtype)) for name, value in merged}
         if ranks.first:
-            save_policy(folder, parts, weights)
+            family(parts.settings.family).save_policy(folder, parts, weights)
 
 
 def open_model(
     source: Path,
-    parts: PolicyParts,
-    prepare: Callable[[MolmoAct2], object],
+    parts: CheckpointParts,
+    prepare: Callable[[Model], object],
     processes: TrainerProcesses,
     ranks: Ranks,
-) -> OpenedModel:
+) -> OpenedModel[Model]:
     """Load a policy's model for training, or prepare it for sharding.
 
     Args:
@@ -140,15 +138,22 @@ def open_model(
             where='machine.trainer.sharding = "experts"',
             remedy='set machine.trainer.sharding = "full"',
         )
-    sharded = processes.sharding is not None
-    model = empty_model(parts) if sharded else load_model(source, parts)
+    kind, sharded = family(parts.settings.family), processes.sharding is not None
+    if sharded and not hasattr(kind, "read_model"):
+        raise ConfigurationError(
+            f"a policy of the family {parts.settings.family} cannot be sharded over GPUs",
+            code="sharding_unsupported",
+            where="machine.trainer.sharding",
+            remedy="remove this setting: each GPU then holds the whole policy",
+        )
+    model: Model = kind.empty_model(parts) if sharded else kind.load_model(source, parts)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     prepare(model)
     if not sharded:
         return OpenedModel(model, model, None, None, dtypes)
     named, weights = model, None
     if ranks.first:
-        named, stored = read_model(source, parts)
+        named, stored = kind.read_model(source, parts)
         prepare(named)
         weights = MappedWeights(named, stored)
     cut = partial(units, precision=parts.settings.dtype)
@@ -181,7 +186,7 @@ def add_adapters(
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, LoraLayer)
-        if isinstance(model, MolmoAct2) and model.precision == "bfloat16":
+        if isinstance(model, PolicyModel) and model.precision == "bfloat16":
             layer.cast_input_dtype_enabled = False  # autocast computes in bfloat16 and would cast a float32 copy back
         down, up = layer.lora_A["default"].float(), layer.lora_B["default"].float()
         with torch.no_grad():
@@ -192,37 +197,39 @@ def add_adapters(
 
 EXPERT = "action_expert."
 VALUE_HEAD = "value_head."
-VISION = "vlm.model.vision_tower."
-CONNECTOR = "vlm.model.multi_modal_projector."
-EMBEDDING = "vlm.model.language_model.embed_tokens"
+VISION = ("vlm.model.vision_tower.", "vlm.model.vision_model.")
+CONNECTOR = (
+    *("vlm.model.multi_modal_projector.", "vlm.model.language_model.embed_tokens.new_embedding"),
+    "vlm.model.connector.",
+)
 GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
-def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semantics) -> None:
+def prepare(model: PolicyModel, settings: PolicyUpdateSettings, semantics: Semantics) -> None:
     """Freeze parts of `model` and add adapters to it, as `settings.mode` requires.
 
     Afterwards, exactly the parameters to train require gradients.
 
     Args:
-        semantics: In "head", the additional rows of a frozen embedding are still trained; in older versions they are
-            frozen too.
+        semantics: See `PolicyModel.embeddings`.
     """
     model.requires_grad_(settings.mode == "full")
     if settings.mode == "full" and settings.freeze_embedding:
-        frozen = [".embedding"] if semantics == "head" else [".embedding", ".new_embedding"]
-        for name in frozen:
-            model.get_parameter(EMBEDDING + name).requires_grad_(False)
+        for name in model.embeddings(semantics):
+            model.get_parameter(name).requires_grad_(False)
     if settings.lora is not None:
         expert_too = settings.mode == "lora_expert"
         dropout = settings.lora_dropout if isinstance(settings, VLATrainerSettings) else 0.0
-        add_adapters(model, lambda n: expert_too or not n.startswith(EXPERT), settings.lora, settings.seed, dropout)
+        left_out = (*model.UNTRAINED, *(() if expert_too else (EXPERT,)))
+        add_adapters(model, lambda name: not name.startswith(left_out), settings.lora, settings.seed, dropout)
     if settings.mode in ("lora", "expert"):
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if name.startswith(model.UNTRAINED):
+            parameter.requires_grad_(False)
 
 
-def place(
-    model: MolmoAct2, settings: PolicyUpdateSettings, ranks: Ranks, shard: Callable[[MolmoAct2], None] | None
-) -> None:
+def place(model: Model, settings: PolicyUpdateSettings, ranks: Ranks, shard: Callable[[Model], None] | None) -> None:
     """Compile the layers of a prepared model if its settings ask for it, and bring it to the devices of the ranks.
 
     Args:
@@ -264,6 +271,6 @@ def group_of(name: str) -> str:
     """Return the name, one of GROUPS, of the group that the parameter `name` belongs to."""
     if name.startswith(EXPERT):
         return "action_expert"
-    if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_embedding":
+    if name.startswith(CONNECTOR):
         return "connector"
     return "vit" if name.startswith(VISION) else "vlm"

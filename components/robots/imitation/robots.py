@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource
-from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
-from armature.components.robots.policies.molmoact2.processing.norm_stats import (
-    NormStats,
-    RobotMetadata,
-    norm_stats,
-    robot_metadata,
-)
-from armature.components.robots.policies.molmoact2.processing.processor import Processor
+from armature.components.robots.policies.family import ModelProcessor, family
+from armature.components.robots.policies.norm_stats import RobotMetadata, robot_metadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 
@@ -30,14 +24,14 @@ class RobotsByTag:
     """
 
     measured: Mapping[str, RobotMetadata]
-    parts: Mapping[str, PolicyParts]
+    parts: Mapping[str, Any]
     horizon: int
 
-    def processors(self) -> dict[str, Processor]:
+    def processors(self) -> dict[str, ModelProcessor]:
         """Return a processor for each tag, all with the same horizon."""
         return {tag: parts.processor(self.horizon) for tag, parts in self.parts.items()}
 
-    def saved(self) -> PolicyParts:
+    def saved(self) -> Any:
         """Return the parts to save in the trained checkpoint.
 
         With several robots, the parts hold the statistics of every robot, and a user of the checkpoint selects a robot
@@ -46,10 +40,7 @@ class RobotsByTag:
         first, *others = self.parts.values()
         if not others:
             return first
-        robots = {tag: parts.robot for tag, parts in self.parts.items() if parts.robot is not None}
-        stats: NormStats = norm_stats(robots, first.settings)
-        settings = first.settings.model_copy(update={"chunk_size": self.horizon})
-        return replace(first, robot=None, stats=stats, settings=settings)
+        return family(first.settings.family).join(self.parts, self.horizon)
 
 
 def robots_of(
@@ -77,7 +68,7 @@ def robots_of(
             where="policy.norm_tag",
             remedy="remove it to use each dataset's own statistics",
         )
-    measured, parts = {}, {}
+    kind, measured, parts = family(settings.family), {}, {}
     for tag, source in by_tag.items():
         if tag not in statistics:
             raise DataError(
@@ -90,7 +81,7 @@ def robots_of(
         steps = min(settings.n_action_steps, chunk)
         tag_settings = settings.model_copy(update={"chunk_size": chunk, "n_action_steps": steps})
         measured[tag] = _measured(source, statistics[tag], tag_settings)
-        parts[tag] = load_parts(policy, tag_settings, measured[tag])
+        parts[tag] = kind.load_parts(policy, tag_settings, measured[tag])
         if (predicted := parts[tag].settings.chunk_size) != chunk:
             raise ConfigurationError(
                 f"norm_tag {settings.norm_tag!r} predicts {predicted} actions, the dataset's windows have {chunk}",
@@ -99,13 +90,7 @@ def robots_of(
                 remedy=f"set policy.chunk_size = {predicted}, and no other horizon for the dataset",
             )
     horizon = max(each.settings.chunk_size for each in parts.values())
-    longest = {
-        tag: replace(each, config=each.config.model_copy(update={"max_action_horizon": horizon}))
-        if each.config.max_action_horizon < horizon
-        else each
-        for tag, each in parts.items()
-    }
-    return RobotsByTag(measured, longest, horizon)
+    return RobotsByTag(measured, {tag: kind.with_horizon(each, horizon) for tag, each in parts.items()}, horizon)
 
 
 def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSource]:

@@ -25,9 +25,7 @@ from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import OpenedModel, open_model, prepare
 from armature.components.robots.imitation.robots import robots_of
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts
-from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.family import CheckpointParts, PolicyModel, family
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.training.processes import TrainerProcesses
@@ -44,10 +42,10 @@ class AssembledTraining:
     evaluator: None if no episodes are held out.
     """
 
-    parts: PolicyParts
+    parts: CheckpointParts
     updates: UpdateDataset
     evaluator: HeldoutEvaluator | None
-    opened: OpenedModel
+    opened: OpenedModel[PolicyModel]
     shapes: Mapping[str, list[int]]
     learner: PolicyLearner
 
@@ -98,15 +96,15 @@ def assemble(
     mixture = Mixture(trained, policy.chunk_size, seed, training.file_shuffle)
     updates = UpdateDataset(mixture, encoder, ranks.rank, ranks.size)
     freeze = partial(prepare, settings=training, semantics=policy.semantics)
-    opened = open_model(start, parts, freeze, processes, ranks)
+    opened: OpenedModel[PolicyModel] = open_model(start, parts, freeze, processes, ranks)
     # Before the learner may shard the model, so that the shapes are the whole parameters'.
     shapes = {name: list(p.shape) for name, p in opened.model.named_parameters() if p.requires_grad}
-    learner = PolicyLearner(opened.model, training, LossPlan.of(policy), ranks, opened.shard)
+    learner = PolicyLearner(opened.model, training, family(policy.family).loss_plan(policy), ranks, opened.shard)
     return AssembledTraining(parts, updates, evaluator, opened, shapes, learner)
 
 
 class PolicyTrainer:
-    """Trains MolmoAct2 on the demonstrations of a LeRobot dataset, in one process.
+    """Trains a policy on the demonstrations of a LeRobot dataset, in one process.
 
     It computes the dataset's statistics, makes or loads the policy, and holds a share of the episodes out to measure
     action errors on. The weights are bitwise equal to the result of the flow `train-vla`. Only the flow can resume, use
@@ -141,7 +139,7 @@ class PolicyTrainer:
         statistics = {ALONE: document(overall(demonstrations, measured, threads=1))}
 
         if policy.tiny is not None:
-            start = make_tiny_policy(folder / "policy", policy)
+            start = family(policy.family).make_tiny_policy(folder / "policy", policy)
         else:
             start = locate(policy.path or policy.checkpoint_path or "", policy.revision, POLICY)
         ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -10,8 +10,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from armature.components.contracts.settings import Settings
 
 ActionMode = Literal["continuous", "discrete", "both"]
+Family = Literal["molmoact2", "smolvla"]
 Semantics = Literal["head", "0.6.1", "seed"]
 Quantization = Literal["fp8"]
+OF_MOLMOACT2 = (
+    *("action_tokenizer", "action_tokenizer_revision", "norm_tag", "semantics", "image_attention_at_inference"),
+    *("action_mode", "setup_type", "control_mode", "normalize_language", "normalize_gripper", "add_setup_tokens"),
+    *("add_control_tokens", "max_sequence_length", "mask_action_dim_padding", "enable_knowledge_insulation"),
+    *("softmax_auxiliary_loss_scale", "discrete_loss_token_weighting", "llm_residual_dropout"),
+)
+"""Settings that have no effect on other policies, which so keep their defaults."""
 Normalization = Literal["quantiles", "mean_std", "identity"]
 Rotation = Literal["axis_angle", "euler_xyz", "quaternion_xyzw", "quaternion_wxyz", "rotation_6d", "none"]
 
@@ -151,8 +159,11 @@ class RobotPolicySettings(Settings):
         ('continuous', 30)
     """
 
+    family: Family = "molmoact2"
+    """Architecture of the policy."""
     checkpoint_path: str | None = None
-    """Hub name or folder of a checkpoint in the released layout, for example allenai/MolmoAct2."""
+    """Hub name or folder of a checkpoint in the released layout, for example allenai/MolmoAct2. For a SmolVLA in
+    `path`: of the VLM, if it is not the one that its config.json names."""
     path: str | None = None
     """Hub name or folder of a checkpoint that LeRobot saved."""
     tiny: TinyPolicySettings | None = None
@@ -164,7 +175,7 @@ class RobotPolicySettings(Settings):
     revision: str | None = None
     """Commit of the hub checkpoint; required for hub names."""
     checkpoint_revision: str | None = None
-    """Commit of the released checkpoint that the checkpoint in `path` was trained from."""
+    """Commit of the released checkpoint, or of a SmolVLA's VLM, that the checkpoint in `path` was trained from."""
     action_tokenizer: str | None = None
     """Hub name or folder of the FAST tokenizer for action tokens. The checkpoint's own if it is None."""
     action_tokenizer_revision: str | None = None
@@ -223,6 +234,14 @@ class RobotPolicySettings(Settings):
     def external(self) -> ServedPolicySettings | LeRobotPolicySettings | None:
         """Settings of a policy that another program computes; None for a policy of our own."""
         return self.server or self.lerobot
+
+    @model_validator(mode="after")
+    def _family_has_settings(self) -> Self:
+        defaults = type(self).model_fields
+        changed = [name for name in OF_MOLMOACT2 if getattr(self, name) != defaults[name].default]
+        if self.family != "molmoact2" and changed:
+            raise ValueError(f"{', '.join(changed)}: no effect on family {self.family}: leave them out")
+        return self
 
     @model_validator(mode="after")
     def _external_alone(self) -> Self:

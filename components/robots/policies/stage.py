@@ -27,6 +27,7 @@ def run_policy(
         DataError: the folder or repository does not exist, or a file of the checkpoint is missing or invalid.
     """
     from armature.components.models.source import make_reference
+    from armature.components.robots.policies.family import family
     from armature.components.robots.policies.source import POLICY, policy_source, write_settings
 
     source = policy_source(settings)
@@ -36,15 +37,11 @@ def run_policy(
         write_settings(out, settings)
         return StageReport()
     if settings.tiny is not None:
-        from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-
-        make_tiny_policy(out / "checkpoint", settings)
-        context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
+        family(settings.family).make_tiny_policy(out / "checkpoint", settings)
+        context.events.message(f"policy: made a tiny {settings.family} from seed {settings.tiny.seed}")
         return StageReport()
-    from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
-
     reference = make_reference(source, settings.revision, POLICY)
-    parts = load_parts(source, settings)
+    parts = family(settings.family).load_parts(source, settings)
     reference.write(out)
     write_settings(out, parts.settings)
     commit = f" at {reference.commit}" if reference.commit else ""

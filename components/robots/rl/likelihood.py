@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert
-from armature.components.robots.policies.molmoact2.modeling.flow import (
+from armature.components.robots.policies.flow import (
     FlowSamples,
     loss_logprobs,
     midpoints,
@@ -19,6 +18,7 @@ from armature.components.robots.policies.molmoact2.modeling.flow import (
     step_divergences,
     step_logprobs,
 )
+from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan, token_logprobs
 from armature.components.robots.rl.loader import ActionChunkBatch, DrawnSteps, FlowLossInputs

@@ -23,7 +23,7 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.data import arranged
 from armature.components.robots.imitation.settings import PackingSettings
 from armature.components.robots.policies.molmoact2.policy import InferenceMode
-from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch
+from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.table import ActionChunkSample, Floats
@@ -120,7 +120,7 @@ class ActionChunkLoader:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
         examples = in_threads(self._kept, samples)
-        batch, order = arranged(examples, self.packing, "left", 1, self.processor.vocabulary.pad)
+        batch, order = arranged(examples, self.packing, self._batch)
         samples, discrete = [samples[number] for number in order], self.mode == "discrete"
         return ActionChunkBatch(
             batch=batch,
@@ -132,6 +132,10 @@ class ActionChunkLoader:
             values=_column([each.value for each in samples]),
             value_targets=_column([each.value_target for each in samples]),
         )
+
+    def _batch(self, examples: Sequence[Example], rows: Sequence[Sequence[int]] | None) -> PolicyBatch:
+        pad = self.processor.vocabulary.pad
+        return collate(examples, "left", 1, pad) if rows is None else pack(examples, rows, 1, pad)
 
     def refuse(self, samples: Sequence[ActionChunkSample], where: str) -> None:
         """Check that all samples can be trained on.

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.chunk_learner import ANSWERS, PADDING, SLOTS, ActionChunkLearner, Update

@@ -1,6 +1,7 @@
 """Run by a Python that has LeRobot 0.6.1: save a tiny policy with random weights, and act with it as LeRobot does.
 
-A line on stdin says what to do: ["make", "act", "diffusion" or "smolvla", FOLDER, OBSERVATIONS, ANSWER].
+A line on stdin says what to do: ["make", "act", "diffusion" or "smolvla", FOLDER, OBSERVATIONS, ANSWER], or ["train",
+"expert" or "full", FOLDER, BATCH, ANSWER].
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_policy_config, make_pre_post_processors
 
 TINY = {
@@ -137,9 +139,27 @@ def make(kind: str, folder: Path, observations: dict, answer: Path) -> None:
     np.save(answer, np.stack(chunks))
 
 
+def train(mode: str, folder: Path, batch: dict, answer: Path) -> None:
+    """Save the loss and the gradient norm of a SmolVLA, whose expert or all of which LeRobot trains."""
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.train_expert_only = config.freeze_vision_encoder = mode == "expert"
+    config.load_vlm_weights = False
+    policy = get_policy_class("smolvla").from_pretrained(folder, config=config, strict=True).train()
+    before, _ = make_pre_post_processors(config, pretrained_path=str(folder))
+    tensors = {name: torch.from_numpy(value) for name, value in batch.items() if name != "tasks"}
+    noise, time = tensors.pop("noise"), tensors.pop("time")
+    for name in config.image_features:
+        tensors[name] = tensors[name].permute(0, 3, 1, 2).contiguous().float() / 255
+    inputs = before({**tensors, "task": [str(task) for task in batch["tasks"]]})
+    loss, _ = policy.forward(inputs, noise=noise, time=time)
+    loss.backward()
+    norms = [each.grad.double().norm() for each in policy.parameters() if each.grad is not None]
+    np.save(answer, np.array([loss.item(), torch.stack(norms).norm().item()]))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # as in the process that is compared: sums in another order have other last bits
     for line in sys.stdin:
-        _, kind, folder, observations, answer = json.loads(line)
-        make(kind, Path(folder), dict(np.load(observations)), Path(answer))
+        order, kind, folder, observations, answer = json.loads(line)
+        {"make": make, "train": train}[order](kind, Path(folder), dict(np.load(observations)), Path(answer))
         print("done", flush=True)

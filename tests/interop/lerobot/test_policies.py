@@ -18,7 +18,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 )
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.robots.policies.norm_stats import RobotMetadata
 from tests.robots.policies.molmoact2 import released
 from tests.robots.policies.test_stage import TINY as SMALL
 

@@ -22,7 +22,7 @@ from armature.components.contracts.stages import StageContext
 from armature.components.models.source import locate
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
 from armature.components.robots.policies.molmoact2.processing.batch import Example
-from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import TinyPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.robots.policies.stage import POLICY_STAGE

@@ -19,8 +19,8 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.imitation.opening import prepare
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.batch import collate

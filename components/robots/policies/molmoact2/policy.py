@@ -14,8 +14,8 @@ from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError, ServerError
 from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.robots.policies.flow import prefix_weights
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
-from armature.components.robots.policies.molmoact2.modeling.flow import prefix_weights
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.processing.batch import Example, Floats
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
@@ -96,7 +96,7 @@ class MolmoAct2Policy:
     Example:
         >>> import tempfile
         >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-        >>> from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+        >>> from armature.components.robots.policies.norm_stats import (
         ...     FeatureNormStats, RobotMetadata)
         >>> from armature.components.robots.policies.settings import TinyPolicySettings
         >>> stats = FeatureNormStats(min=(0, 0), max=(1, 1), q01=(0, 0), q99=(1, 1), names=("x", "y"))

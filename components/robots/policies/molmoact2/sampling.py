@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from armature.components.contracts.errors import DataError
-from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.flow import (
+from armature.components.robots.policies.flow import (
     FlowSamples,
     drift,
     guided_velocity,
@@ -29,6 +28,7 @@ from armature.components.robots.policies.molmoact2.modeling.flow import (
     noisy_actions,
     step_logprobs,
 )
+from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.graphs import GraphedFunction
 from armature.components.robots.policies.molmoact2.modeling.layers import context_index, context_mask
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch

@@ -28,7 +28,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.weights import to
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
-from armature.components.robots.policies.molmoact2.processing.norm_stats import RobotMetadata
+from armature.components.robots.policies.norm_stats import RobotMetadata
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 

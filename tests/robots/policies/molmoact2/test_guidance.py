@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armature.components.contracts.robots import PreviousActions
-from armature.components.robots.policies.molmoact2.modeling.flow import guided_velocity, prefix_weights
+from armature.components.robots.policies.flow import guided_velocity, prefix_weights
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released

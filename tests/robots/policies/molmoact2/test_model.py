@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from armature.components.robots.policies.molmoact2.modeling.vlm import VisionMLP, normalized

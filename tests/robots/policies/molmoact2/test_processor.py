@@ -15,7 +15,6 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
-from armature.components.robots.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.molmoact2.processing.processor import (
     Processor,
     image_labels,
@@ -24,6 +23,7 @@ from armature.components.robots.policies.molmoact2.processing.processor import (
     state_bins,
     wrap,
 )
+from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 from tests.refusals import refused
 from tests.robots.policies.plain import policy_settings

@@ -44,13 +44,13 @@ from armature.components.robots.policies.molmoact2.checkpoints.weights import (
 )
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+from armature.components.robots.policies.molmoact2.processing.processor import Processor
+from armature.components.robots.policies.norm_stats import (
     FeatureNormStats,
     Normalizer,
     RobotMetadata,
     norm_stats,
 )
-from armature.components.robots.policies.molmoact2.processing.processor import Processor
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY, write_settings
 

@@ -21,7 +21,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import bare_name
 from armature.components.models.source import locate
 from armature.components.robots.policies.molmoact2.checkpoints.weights import TensorFiles
-from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+from armature.components.robots.policies.norm_stats import (
     ACTION,
     STATE,
     FeatureNormStats,

@@ -19,13 +19,13 @@ from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout im
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
-from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+from armature.components.robots.policies.molmoact2.processing.processor import Processor
+from armature.components.robots.policies.norm_stats import (
     NormStats,
     RobotMetadata,
     resolve,
     training_robot,
 )
-from armature.components.robots.policies.molmoact2.processing.processor import Processor
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json, read_settings
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,44 +59,6 @@ class LossPlan:
     def discrete(self) -> bool:
         """True if the losses of action tokens are computed."""
         return self.action_mode != "continuous"
-
-
-@dataclass(frozen=True)
-class LossDenominators:
-    """Denominators of an update's losses: its number of examples, and the sum of its labeled tokens' weights.
-
-    If every micro-batch uses the denominators of the whole update, the losses of the micro-batches add up to the
-    update's loss.
-    """
-
-    examples: float
-    token_weight: float
-
-    @classmethod
-    def of(cls, batch: PolicyBatch, plan: LossPlan) -> LossDenominators:
-        """Return the denominators of a single batch."""
-        weight = float(LabeledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
-        return cls(float(batch.examples), weight)
-
-    def __add__(self, other: LossDenominators) -> LossDenominators:
-        return LossDenominators(self.examples + other.examples, self.token_weight + other.token_weight)
-
-
-class PolicyLosses(NamedTuple):
-    """Losses of a batch: total = flow + cross_entropy + z, scalars with a gradient; a part that is not trained is 0.
-
-    The per-example losses (E,) have no gradient. If the batch's own denominators are used, each scalar is the mean of
-    the corresponding per-example losses.
-    The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
-    """
-
-    total: Tensor
-    flow: Tensor
-    cross_entropy: Tensor
-    z: Tensor
-    flow_per_example: Tensor
-    cross_entropy_per_example: Tensor
-    z_per_example: Tensor
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
 from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
+from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel, Precision
+from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, BlockInputs, ExpertBlock
-from armature.components.robots.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.molmoact2.modeling.graphs import GraphedFunction
 from armature.components.robots.policies.molmoact2.modeling.layers import (
     ContextIndex,
@@ -28,9 +29,7 @@ from armature.components.robots.policies.molmoact2.modeling.layers import (
 from armature.components.robots.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
     LabeledTokens,
-    LossDenominators,
     LossPlan,
-    PolicyLosses,
     discrete_loss,
 )
 from armature.components.robots.policies.molmoact2.modeling.vlm import (
@@ -43,12 +42,10 @@ from armature.components.robots.policies.molmoact2.modeling.vlm import (
     has_gqa_kernel,
 )
 from armature.components.robots.policies.molmoact2.processing.batch import PolicyBatch
-from armature.components.robots.policies.settings import Quantization
-
-Precision = Literal["float32", "bfloat16"]
+from armature.components.robots.policies.settings import Quantization, Semantics
 
 
-class MolmoAct2(nn.Module):
+class MolmoAct2(PolicyModel):
     """The model with its training losses.
 
     Modules of `vlm` are named as in transformers' Molmo2, and modules of `action_expert` as in released checkpoints.
@@ -62,6 +59,9 @@ class MolmoAct2(nn.Module):
         >>> len(model.vlm.model.language_model.layers), len(model.action_expert.blocks)
         (3, 3)
     """
+
+    vlm: Molmo2Backbone
+    action_expert: ActionExpert
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
         """Make a model with random weights.
@@ -166,6 +166,19 @@ class MolmoAct2(nn.Module):
         """Return the autocast context that the whole model computes in."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
+    def embeddings(self, semantics: Semantics) -> list[str]:
+        """Return the names of the parameters that `freeze_embedding` freezes.
+
+        With the semantics "head", the additional rows of a frozen embedding are still trained.
+        """
+        table = "vlm.model.language_model.embed_tokens"
+        return [f"{table}.embedding"] if semantics == "head" else [f"{table}.embedding", f"{table}.new_embedding"]
+
+    def denominators(self, batch: PolicyBatch, plan: LossPlan) -> LossDenominators:
+        """Return the number of examples of a batch, and the sum of its labeled tokens' weights."""
+        weight = float(LabeledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
+        return LossDenominators(float(batch.examples), weight)
+
     def forward(
         self,
         batch: PolicyBatch,
@@ -198,7 +211,7 @@ class MolmoAct2(nn.Module):
                 logits = self.vlm.lm_head(tokens.hidden(states))
                 weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
                 discrete = discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
-        examples = batch.examples if denominators is None else denominators.examples
+        examples = batch.examples if denominators is None else denominators.flow
         flow = zero if errors is None else errors.sum() / examples
         return PolicyLosses(
             total=flow + discrete.cross_entropy + discrete.z,

@@ -22,9 +22,18 @@ from armature.components.robots.policies.molmoact2.processing.action_tokens impo
     ActionVocabulary,
     DecodedActions,
 )
-from armature.components.robots.policies.molmoact2.processing.batch import IGNORED, Example, Flags, Floats, Ints
+from armature.components.robots.policies.molmoact2.processing.batch import (
+    IGNORED,
+    Example,
+    Flags,
+    Floats,
+    Ints,
+    PolicyBatch,
+    collate,
+    pack,
+)
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
-from armature.components.robots.policies.molmoact2.processing.norm_stats import Normalizer, RobotMetadata
+from armature.components.robots.policies.norm_stats import Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 Item = TypeVar("Item")
@@ -124,6 +133,13 @@ class Processor:
     def budget(self) -> int:
         """Largest number of tokens of a training example."""
         return self._budget(len(self.cameras), self.discrete)
+
+    def batch(self, examples: Sequence[Example], rows: Sequence[Sequence[int]] | None, multiple: int) -> PolicyBatch:
+        """Make a batch for training; see `collate`, and `pack` for `rows`."""
+        pad_id = self.vocabulary.pad
+        if rows is not None:
+            return pack(examples, rows, multiple, pad_id)
+        return collate(examples, SEMANTICS[self.settings.semantics].pad_side, multiple, pad_id)
 
     def encode(
         self,

@@ -27,7 +27,6 @@ from pydantic import (
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.lerobot.layout import Feature
-from armature.components.robots.policies.molmoact2.processing.batch import Flags, Floats
 from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
 from armature.components.robots.policies.source import read_json
 
@@ -47,6 +46,8 @@ The limit of ordinary dimensions is small, because outliers also make this share
 A gripper has no outliers, but noise while it rests, so its limit is larger.
 """
 
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 Numbers = tuple[FiniteFloat, ...]
 Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 """Words that norm_stats.json provides for the prompt; null in the file is read as ""."""

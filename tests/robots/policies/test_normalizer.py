@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.datasets import quantiles
 from armature.components.robots.datasets.lerobot.layout import Feature
-from armature.components.robots.policies.molmoact2.processing.norm_stats import (
+from armature.components.robots.policies.norm_stats import (
     FeatureNormStats,
     Normalizer,
     NormStats,

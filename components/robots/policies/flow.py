@@ -8,13 +8,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.models.context_parallel import to_device
-from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+
+
+class FlowConfig(Protocol):
+    """Numbers of a policy's configuration: the distribution of `flow_times`, and the width of actions."""
+
+    @property
+    def flow_matching_time_offset(self) -> float:
+        """Smallest time."""
+
+    @property
+    def flow_matching_time_scale(self) -> float:
+        """Width of the interval of times."""
+
+    @property
+    def flow_matching_cutoff(self) -> float:
+        """Largest time."""
+
+    @property
+    def flow_matching_beta_alpha(self) -> float:
+        """First parameter of the beta distribution."""
+
+    @property
+    def flow_matching_beta_beta(self) -> float:
+        """Second parameter of the beta distribution."""
+
+    @property
+    def max_action_dim(self) -> int:
+        """Number of dimensions of an action with padding."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,7 @@ class FlowSamples:
 
     @classmethod
     def draw(
-        cls, examples: int, draws: int, horizon: int, config: MolmoAct2Config, generator: torch.Generator
+        cls, examples: int, draws: int, horizon: int, config: FlowConfig, generator: torch.Generator
     ) -> FlowSamples:
         """Draw times and noise for a whole batch, on the generator's device: first all times, then all noise."""
         times = flow_times((examples, draws), config, generator)
@@ -45,7 +73,7 @@ class FlowSamples:
         return cls(times, torch.randn(shape, generator=generator, device=generator.device))
 
     @classmethod
-    def per_example(cls, seeds: Sequence[int], draws: int, horizon: int, config: MolmoAct2Config) -> FlowSamples:
+    def per_example(cls, seeds: Sequence[int], draws: int, horizon: int, config: FlowConfig) -> FlowSamples:
         """Draw times and noise of each example from the example's own seed, on the CPU.
 
         They do not depend on the example's batch, row or rank.
@@ -59,7 +87,7 @@ class FlowSamples:
         return FlowSamples(to_device(self.times, device), to_device(self.noise, device))
 
 
-def flow_times(shape: tuple[int, ...], config: MolmoAct2Config, generator: torch.Generator) -> Tensor:
+def flow_times(shape: tuple[int, ...], config: FlowConfig, generator: torch.Generator) -> Tensor:
     """Draw times t = offset + s Beta(alpha, beta) with s = min(cutoff, offset + scale) - offset, float32."""
     offset = config.flow_matching_time_offset
     spread = min(config.flow_matching_cutoff, offset + config.flow_matching_time_scale) - offset

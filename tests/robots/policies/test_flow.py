@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from armature.components.robots.policies.molmoact2.modeling.flow import (
+from armature.components.robots.policies.flow import (
     FlowSamples,
     drift,
     flow_errors,

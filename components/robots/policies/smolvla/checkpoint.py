@@ -1,0 +1,366 @@
+"""Read and write checkpoints of SmolVLA in LeRobot's format, and make one with random weights.
+
+LeRobot saves config.json, model.safetensors and the steps before and after the model, and takes configuration and
+tokenizer of the VLM from `vlm_model_name`. A checkpoint that we write also has them, in `vlm/`, and the
+settings in `policy.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, SmolVLMConfig
+
+from armature.components.artifacts.tensors import new_checkpoint_folder
+from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.files import bare_name, foreign
+from armature.components.models.source import locate
+from armature.components.robots.policies.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
+from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
+from armature.components.robots.policies.smolvla.configuration import CONFIG, SmolVLAConfig
+from armature.components.robots.policies.smolvla.model import SmolVLA
+from armature.components.robots.policies.smolvla.processor import SmolVLAProcessor
+from armature.components.robots.policies.source import (
+    POLICY,
+    POLICY_WITHOUT_WEIGHTS,
+    read_json,
+    read_settings,
+    write_settings,
+)
+
+VLM, WEIGHTS = "vlm", "model.safetensors"
+IMAGE_SHAPE = [3, 256, 256]  # declared shape of a camera; images of any shape are fitted
+BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
+NORMALIZER, UNNORMALIZER, RENAMING = "normalizer_processor", "unnormalizer_processor", "rename_observations_processor"
+MODES: dict[Normalization, str] = {"quantiles": "QUANTILES", "mean_std": "MEAN_STD", "identity": "IDENTITY"}
+SOURCES = ("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision")
+"""Settings that say where parts of the policy come from; a written checkpoint contains these parts."""
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>")
+PATCH, SHUFFLE, MERGES = 14, 2, 1000
+PROCESSOR = {
+    "processor_class": "SmolVLMProcessor",
+    "image_processor": {"image_processor_type": "SmolVLMImageProcessor"},
+    "video_processor": {"video_processor_type": "SmolVLMVideoProcessor"},
+}
+"""Content of a tiny VLM's processor_config.json, which LeRobot loads but only takes the tokenizer from."""
+
+
+@dataclass(frozen=True)
+class SmolVLAParts:
+    """Everything in a checkpoint except its weights.
+
+    robot: statistics to normalize by; None if neither the checkpoint nor a dataset provides them.
+    files: folder with the VLM's configuration and tokenizer.
+    """
+
+    config: SmolVLAConfig
+    vlm: SmolVLMConfig
+    settings: RobotPolicySettings
+    robot: RobotMetadata | None
+    files: Path
+
+    def processor(self, horizon: int | None = None) -> SmolVLAProcessor:
+        """Return the processor; `horizon` is always the policy's own, because there is one robot.
+
+        Raises:
+            ConfigurationError: `robot` is None.
+            DataError: the tokenizer cannot be read.
+        """
+        if self.robot is None:
+            raise ConfigurationError(
+                "the policy has no statistics to normalize by",
+                code="normalization_statistics_missing",
+                where=str(self.files),
+                remedy="train it on a dataset",
+            )
+        with foreign("the tokenizer cannot be read", where=str(self.files), remedy="use the VLM's own files"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.files, local_files_only=True)
+        pad_id = tokenizer.pad_token_id or 0
+        return SmolVLAProcessor(self.config, tokenizer, self.settings, self.robot, pad_id)
+
+
+def load_parts(
+    source: str | Path, settings: RobotPolicySettings | None = None, robot: RobotMetadata | None = None
+) -> SmolVLAParts:
+    """Read everything but the weights.
+
+    Args:
+        source: A checkpoint's folder, an artifact, or a hub name.
+        settings: The policy's settings; None: those saved with the checkpoint. Without `robot`, chunk size, executed
+            steps, cameras and normalization come from the checkpoint.
+        robot: Statistics and cameras of the dataset to train on, which replace the checkpoint's.
+
+    Raises:
+        ConfigurationError: there are no settings, or a hub name has no revision.
+        DataError: a file is missing or invalid, or the model is a variant that is not supported.
+    """
+    folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)
+    chosen = settings or read_settings(Path(source)) or read_settings(folder)
+    if chosen is None:
+        raise ConfigurationError(
+            "the checkpoint contains no policy settings",
+            code="policy_settings_missing",
+            where=str(source),
+            remedy="pass settings, as for a checkpoint of LeRobot",
+        )
+    config, files = SmolVLAConfig.load(folder), folder / VLM
+    if not files.is_dir():
+        name = chosen.checkpoint_path or config.vlm_model_name
+        files = locate(name, chosen.checkpoint_revision, POLICY_WITHOUT_WEIGHTS)
+    with foreign("the VLM's configuration cannot be read", where=str(files / CONFIG)):
+        vlm = SmolVLMConfig.from_dict(read_json(files / CONFIG))
+    if robot is None:
+        robot, chosen = _saved_robot(folder, config), _adopted(chosen, config, folder)
+    else:
+        config = config.model_copy(update=_features(chosen, robot))
+    return SmolVLAParts(config, vlm, chosen, robot, files)
+
+
+def _adopted(settings: RobotPolicySettings, config: SmolVLAConfig, folder: Path) -> RobotPolicySettings:
+    """Return `settings` with the horizon and the normalization that the checkpoint was trained with."""
+    update: dict[str, Any] = {"chunk_size": config.chunk_size, "n_action_steps": config.n_action_steps}
+    names = {mode: name for name, mode in MODES.items()}
+    for setting, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
+        mode = config.normalization_mapping.get(kind, "MEAN_STD")
+        if mode not in names:
+            raise DataError(
+                f"{kind} has the unsupported normalization {mode}",
+                code="normalization_unsupported",
+                where=f"{folder / CONFIG}: normalization_mapping",
+                remedy=f"use a checkpoint with {', '.join(names)}",
+            )
+        update[setting] = names[mode]
+    return settings.model_copy(update=update)
+
+
+def _saved_robot(folder: Path, config: SmolVLAConfig) -> RobotMetadata | None:
+    """Return the statistics and cameras of the steps before the model; None if they have no statistics.
+
+    Cameras have the names that the dataset gives them, before LeRobot renames them.
+    """
+    file = folder / f"{BEFORE}.json"
+    if not file.is_file():
+        return None
+    with foreign("the steps before the model cannot be read", where=str(file)):
+        steps = {step["registry_name"]: step for step in read_json(file)["steps"]}
+        if "state_file" not in steps.get(NORMALIZER, {}):
+            return None
+        tensors = load_file(folder / bare_name(steps[NORMALIZER]["state_file"], str(file)))
+        renamed = {new: old for old, new in steps.get(RENAMING, {}).get("config", {}).get("rename_map", {}).items()}
+        stats = {
+            key: FeatureNormStats(
+                **{
+                    name.removeprefix(f"{key}."): tuple(value.double().flatten().tolist())
+                    for name, value in tensors.items()
+                    if name.startswith(f"{key}.") and not name.endswith(".count")
+                }
+            )
+            for key in (STATE, ACTION)
+        }
+        cameras = tuple(renamed.get(name, name) for name in config.cameras)
+        return RobotMetadata(camera_keys=cameras, action_stats=stats[ACTION], state_stats=stats[STATE])
+
+
+def _features(settings: RobotPolicySettings, robot: RobotMetadata) -> dict[str, Any]:
+    """Return the fields of config.json that depend on the robot."""
+    cameras = settings.image_keys or robot.camera_keys
+    inputs = {name: {"type": "VISUAL", "shape": IMAGE_SHAPE} for name in cameras}
+    modes = {"STATE": MODES[settings.state_normalization], "ACTION": MODES[settings.action_normalization]}
+    fields = {
+        "type": "smolvla",
+        "input_features": inputs | {STATE: {"type": "STATE", "shape": [robot.state_stats.dimensions]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}},
+        "normalization_mapping": {"VISUAL": "IDENTITY", **modes},
+        "chunk_size": settings.chunk_size,
+        "n_action_steps": settings.n_action_steps,
+    }
+    checked = SmolVLAConfig.model_validate(fields)
+    return {name: getattr(checked, name) for name in fields}
+
+
+# --- Weights ---
+
+
+@torch.no_grad()
+def load_model(source: str | Path, parts: SmolVLAParts, device: str | torch.device = "cpu") -> SmolVLA:
+    """Return the model of `parts` with the weights of the checkpoint `source`.
+
+    Raises:
+        DataError: a weight is missing, unknown, or has another shape.
+    """
+    with torch.device("meta"):
+        model = SmolVLA(parts.config, parts.vlm, parts.settings.dtype).eval()
+    model.to_empty(device=device)
+    state = model.state_dict()
+    for name, tensor in _weights(model, locate(source, parts.settings.revision, POLICY)).items():
+        state[name].copy_(tensor)
+    return model
+
+
+def _weights(model: SmolVLA, folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint under their names in `SmolVLA`."""
+    file = folder / WEIGHTS
+    with foreign("the weights cannot be read", where=str(file), remedy="use a checkpoint that LeRobot saved"):
+        tensors = load_file(file)
+    expected = {lerobot_name(name): (name, value.shape) for name, value in model.state_dict().items()}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [
+        f"{name} has the shape {list(value.shape)}, not {list(expected[name][1])}"
+        for name, value in tensors.items()
+        if name in expected and value.shape != expected[name][1]
+    ]
+    if problems:
+        raise DataError(
+            f"{len(problems)} weights do not fit config.json: {'; '.join(problems[:3])}",
+            code="weights_mismatch",
+            where=str(file),
+            remedy="use a complete checkpoint with the configuration that it was trained with",
+        )
+    return {expected[name][0]: tensor for name, tensor in tensors.items()}
+
+
+def lerobot_name(name: str) -> str:
+    """Return the name in LeRobot's checkpoints of a weight of `SmolVLA`.
+
+    Example:
+        >>> lerobot_name("action_expert.lm_expert.norm.weight"), lerobot_name("action_expert.state_proj.bias")
+        ('model.vlm_with_expert.lm_expert.norm.weight', 'model.state_proj.bias')
+    """
+    inner = name.removeprefix("action_expert.")
+    return f"model.vlm_with_expert.{inner}" if inner.startswith(("vlm.", "lm_expert.")) else f"model.{inner}"
+
+
+def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]) -> Path:
+    """Write a self-contained checkpoint, atomically: if it fails, the previous one stays.
+
+    Args:
+        weights: Complete state dict of `SmolVLA`, with adapters merged; it is written in its dtypes.
+    """
+    with new_checkpoint_folder(folder) as new:
+        save_file({lerobot_name(name): value.cpu().contiguous() for name, value in weights.items()}, new / WEIGHTS)
+        _write(new / CONFIG, parts.config.model_dump(mode="json"))
+        shutil.copytree(parts.files, new / VLM, ignore=shutil.ignore_patterns("*.safetensors"))
+        if parts.robot is not None:
+            _write_steps(new, parts.config, parts.robot)
+        write_settings(new, parts.settings.model_copy(update=dict.fromkeys(SOURCES)))
+    return folder
+
+
+def _write_steps(folder: Path, config: SmolVLAConfig, robot: RobotMetadata) -> None:
+    """Write the steps that LeRobot runs before and after the model, with the statistics."""
+    features = config.model_dump(mode="json", include={"input_features", "output_features"})
+    normal = {"eps": 1e-8, "norm_map": config.normalization_mapping}
+    text = {"max_length": config.tokenizer_max_length, "task_key": "task", "padding_side": "right", "truncation": True}
+    cpu: tuple[str, dict[str, Any]] = ("device_processor", {"device": "cpu", "float_dtype": None})
+    steps: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        BEFORE: [
+            (RENAMING, {"rename_map": {}}),
+            ("to_batch_processor", {}),
+            ("smolvla_new_line_processor", {}),
+            ("tokenizer_processor", text | {"padding": "longest", "tokenizer_name": config.vlm_model_name}),
+            cpu,
+            (NORMALIZER, normal | {"features": features["input_features"] | features["output_features"]}),
+        ],
+        AFTER: [(UNNORMALIZER, normal | {"features": features["output_features"]}), cpu],
+    }
+    statistics = {
+        f"{key}.{name}": torch.tensor(value, dtype=torch.float32).reshape(-1)
+        for key, stats in ((STATE, robot.state_stats), (ACTION, robot.action_stats))
+        for name, value in stats.model_dump(exclude_none=True, exclude={"names", "mask", "count"}).items()
+    }
+    for file, listed in steps.items():
+        entries: list[dict[str, Any]] = [{"registry_name": name, "config": options} for name, options in listed]
+        for number, entry in enumerate(entries):
+            if entry["registry_name"] in (NORMALIZER, UNNORMALIZER):
+                entry["state_file"] = f"{file}_step_{number}_{entry['registry_name']}.safetensors"
+                save_file(statistics, folder / entry["state_file"])
+        _write(folder / f"{file}.json", {"name": file, "steps": entries})
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=4) + "\n")
+
+
+# --- A tiny policy ---
+
+
+def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
+    """Write a checkpoint with random weights of the sizes `settings.tiny` to `folder`.
+
+    It has no statistics of a robot until it is trained. LeRobot finds its VLM if it runs in the checkpoint's folder.
+    """
+    assert settings.tiny is not None
+    sizes = settings.tiny
+    config = SmolVLAConfig(
+        type="smolvla",
+        chunk_size=settings.chunk_size,
+        n_action_steps=settings.n_action_steps,
+        max_state_dim=sizes.max_action_dim,
+        max_action_dim=sizes.max_action_dim,
+        resize_imgs_with_padding=(sizes.image_side, sizes.image_side),
+        num_vlm_layers=sizes.layers,
+        expert_width_multiplier=sizes.expert_hidden_size / sizes.hidden_size,
+        vlm_model_name=VLM,
+    )
+    with tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
+        files = Path(scratch)
+        tokenizer = _tokenizer(sizes.corpus)
+        vlm = SmolVLMConfig(
+            vision_config={
+                "hidden_size": sizes.vision_hidden_size,
+                "intermediate_size": sizes.vision_intermediate_size,
+                "num_hidden_layers": sizes.vision_layers,
+                "num_attention_heads": sizes.vision_heads,
+                "image_size": sizes.image_side,
+                "patch_size": PATCH,
+                "initializer_range": sizes.vision_initializer_range,
+            },
+            text_config={
+                "model_type": "llama",
+                "hidden_size": sizes.hidden_size,
+                "intermediate_size": sizes.intermediate_size,
+                "num_hidden_layers": sizes.layers,
+                "num_attention_heads": sizes.heads,
+                "num_key_value_heads": sizes.key_value_heads,
+                "head_dim": sizes.hidden_size // sizes.heads,
+                "vocab_size": len(tokenizer),
+                "pad_token_id": tokenizer.pad_token_id,
+                "initializer_range": sizes.initializer_range,
+            },
+            scale_factor=SHUFFLE,
+            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        vlm.save_pretrained(files)
+        tokenizer.save_pretrained(files)
+        _write(files / "processor_config.json", PROCESSOR)
+        torch.manual_seed(sizes.seed)
+        weights = SmolVLA(config, vlm).state_dict()
+        return save_policy(folder, SmolVLAParts(config, vlm, settings, None, files), weights)
+
+
+def _tokenizer(corpus: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on the corpus, with the special tokens that LeRobot asks a VLM for."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    size = len(SPECIAL) + len(alphabet) + MERGES
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(list(corpus), trainer)
+    named = dict(zip(("image_token", "fake_image_token", "global_image_token"), SPECIAL[2:], strict=True))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token=SPECIAL[1], eos_token=SPECIAL[1], extra_special_tokens=named
+    )

@@ -1,0 +1,226 @@
+"""SmolVLA: the first layers of a SmolVLM, and an action expert that attends to the keys and values of each of them.
+
+Images, text and the robot's state are the prefix. Images and text attend to each other, the state to all of them. The
+actions follow: in some layers they attend to the prefix and to earlier actions, in the others only to the prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
+
+from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel, Precision
+from armature.components.robots.policies.flow import FlowSamples, noisy_actions
+from armature.components.robots.policies.settings import Semantics
+from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
+from armature.components.robots.policies.smolvla.processor import SmolVLABatch
+
+WAVELENGTH = 10_000.0
+"""Base of the rotary embeddings, whatever the VLM was trained with."""
+WIDTH_MULTIPLE = 256
+"""The width of the expert's feed-forward layers, 8/3 of its hidden size, is rounded up to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of images, text and state, which all denoising steps share.
+
+    cache: keys and values of each VLM layer, (N, S, heads, head size) each, keys after rotation.
+    seen: (N, S) bool, False for padding.
+    """
+
+    cache: Sequence[tuple[Tensor, Tensor]]
+    seen: Tensor
+
+    def repeated(self, times: int) -> Prefix:
+        """Return the prefix with each row repeated `times` times."""
+        cache = [(keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)) for keys, values in self.cache]
+        return Prefix(cache, self.seen.repeat_interleave(times, 0))
+
+
+class SmolVLAExpert(nn.Module):
+    """Layers for the actions, and the projections of state, actions and time, named as in LeRobot's checkpoints."""
+
+    def __init__(self, config: SmolVLAConfig, text: Any, layers: int) -> None:
+        super().__init__()
+        sizes = copy.deepcopy(text)
+        sizes.hidden_size = hidden = int(text.hidden_size * config.expert_width_multiplier)
+        sizes.intermediate_size = -(-int(4 * int(2 * hidden / 3)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        sizes.num_hidden_layers = layers
+        self.lm_expert = LlamaModel(sizes)
+        del self.lm_expert.embed_tokens, self.lm_expert.rotary_emb
+        width = text.num_key_value_heads * text.head_dim
+        for number, layer in enumerate(self.lm_expert.layers):
+            if not config.attends_itself(number):
+                layer.self_attn.k_proj = nn.Linear(width, width, bias=text.attention_bias)
+                layer.self_attn.v_proj = nn.Linear(width, width, bias=text.attention_bias)
+        self.state_proj = nn.Linear(config.max_state_dim, text.hidden_size)
+        self.action_in_proj = nn.Linear(config.max_action_dim, hidden)
+        self.action_out_proj = nn.Linear(hidden, config.max_action_dim)
+        self.action_time_mlp_in = nn.Linear(2 * hidden, hidden)
+        self.action_time_mlp_out = nn.Linear(hidden, hidden)
+        self.config = config
+
+    def velocity(self, points: Tensor, times: Tensor, prefix: Prefix) -> Tensor:
+        """Return the velocity towards the actions at points (N, T, max_action_dim) and times (N,) float64."""
+        x, (rows, count) = self._embedded(points, times), points.shape[:2]
+        steps = torch.arange(count, device=points.device)
+        before = prefix.seen[:, None].expand(-1, count, -1)
+        earlier = (steps[None, :] <= steps[:, None]).expand(rows, -1, -1)
+        behind = prefix.seen.sum(1, keepdim=True) + steps
+        for number, layer in enumerate(self.lm_expert.layers):
+            attention, (keys, values) = layer.self_attn, prefix.cache[number]
+            if self.config.attends_itself(number):
+                queries, own_keys, own_values = projected(layer, x)
+                queries, own_keys = rotated(queries, behind), rotated(own_keys, behind)
+                keys, values = torch.cat([keys, own_keys], 1), torch.cat([values, own_values], 1)
+                mask = torch.cat([before, earlier], -1)
+            else:
+                queries = attention.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, attention.head_dim))
+                queries, mask = rotated(queries, steps.expand(rows, -1)), before
+                keys = attention.k_proj(keys.flatten(2)).view_as(keys)
+                values = attention.v_proj(values.flatten(2)).view_as(values)
+            x = finished(layer, x, attended(queries, keys, values, mask))
+        return -self.action_out_proj(self.lm_expert.norm(x).float())  # LeRobot's time, and so its velocity, is reversed
+
+    def _embedded(self, points: Tensor, times: Tensor) -> Tensor:
+        """Return the input of the first layer, (N, T, hidden), from noisy actions and the waves of their time."""
+        x, config = self.action_in_proj(points), self.config
+        place = torch.linspace(0.0, 1.0, x.shape[-1] // 2, dtype=torch.float64, device=x.device)
+        period = config.min_period * (config.max_period / config.min_period) ** place
+        angles = (1.0 - times.double())[:, None].float().double() * (2 * math.pi / period)
+        waves = torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype)[:, None].expand_as(x)
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(torch.cat([x, waves], -1))))
+
+
+class SmolVLA(PolicyModel):
+    """The model with its training loss."""
+
+    vlm: SmolVLMForConditionalGeneration
+    action_expert: SmolVLAExpert
+
+    def __init__(self, config: SmolVLAConfig, vlm: SmolVLMConfig, dtype: Precision = "float32") -> None:
+        """Make a model with random weights.
+
+        Args:
+            vlm: Configuration of the whole VLM; `config.num_vlm_layers` of its text layers are used.
+            dtype: "bfloat16": the VLM's weights are bfloat16, and the whole model computes under autocast.
+        """
+        super().__init__()
+        self.config, self.precision = config, dtype
+        self.vlm = SmolVLMForConditionalGeneration(vlm)
+        text = self.vlm.model.text_model
+        if config.num_vlm_layers > 0:
+            text.layers = text.layers[: config.num_vlm_layers]
+        del text.rotary_emb
+        self.action_expert = SmolVLAExpert(config, vlm.text_config, len(text.layers))
+        last = f"vlm.model.text_model.layers.{len(text.layers) - 1}."
+        # As in LeRobot, though the last layer's keys and values have a gradient.
+        self.UNTRAINED = ("vlm.lm_head.", "vlm.model.text_model.norm.", last)  # type: ignore[misc]
+        if dtype == "bfloat16":
+            self.vlm.to(torch.bfloat16)
+
+    def embeddings(self, semantics: Semantics) -> list[str]:
+        """Return the names of the parameters that `freeze_embedding` freezes."""
+        return ["vlm.model.text_model.embed_tokens.weight"]
+
+    def denominators(self, batch: SmolVLABatch, plan: None) -> LossDenominators:
+        """Return the number of valid numbers in the actions of a batch."""
+        assert batch.valid is not None
+        return LossDenominators(max(float(batch.valid.sum()) * batch.action_dimensions, 1.0))
+
+    def forward(
+        self, batch: SmolVLABatch, draws: FlowSamples | None, plan: None, denominators: LossDenominators | None = None
+    ) -> PolicyLosses:
+        """Compute the flow-matching loss of a batch: the mean of squared errors over steps that are not padded."""
+        assert batch.actions is not None and batch.valid is not None and draws is not None
+        points, target = noisy_actions(batch.actions, draws, None)
+        with self.autocast(batch.state.device):
+            prefix = self.encode(batch).repeated(points.shape[1])
+            velocity = self.action_expert.velocity(points.flatten(0, 1), draws.times.flatten(), prefix)
+        squares = (velocity.float().unflatten(0, points.shape[:2]) - target)[..., : batch.action_dimensions].square()
+        sums = (squares.mean(1).sum(-1) * batch.valid).sum(-1)
+        flow = sums.sum() / (denominators or self.denominators(batch, plan)).flow
+        counts = (batch.valid.sum(-1) * batch.action_dimensions).clamp(min=1)
+        zero = torch.zeros((), device=flow.device)
+        nothing = zero.expand(len(sums))
+        return PolicyLosses(flow, flow, zero, zero, (sums / counts).detach(), nothing, nothing)
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the autocast context that the whole model computes in."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def encode(self, batch: SmolVLABatch) -> Prefix:
+        """Run the VLM on images, text and state."""
+        body = self.vlm.model
+        text = body.text_model
+        images = batch.images.to(body.vision_model.dtype).flatten(0, 1)
+        hidden = body.connector(body.vision_model(pixel_values=images).last_hidden_state)
+        hidden = hidden.unflatten(0, batch.images.shape[:2]).flatten(1, 2)
+        words, state = text.embed_tokens(batch.input_ids), self.action_expert.state_proj(batch.state)[:, None]
+        scale = math.sqrt(words.shape[-1])
+        x = torch.cat([hidden * scale, words * scale, state.to(words.dtype)], 1)
+        always = torch.ones_like(batch.seen[:, :1])
+        seen = torch.cat([always.expand(-1, hidden.shape[1]), batch.seen, always], 1)
+        positions = seen.cumsum(1) - 1
+        order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        order[:-1, -1] = False  # images and text do not attend to the state
+        mask, cache = seen[:, None] & order, list[tuple[Tensor, Tensor]]()
+        for layer in text.layers:
+            queries, keys, values = projected(layer, x)
+            queries, keys = rotated(queries, positions), rotated(keys, positions)
+            cache.append((keys, values))
+            if len(cache) < len(text.layers):
+                x = finished(layer, x, attended(queries, keys, values, mask))
+        return Prefix(cache, seen)
+
+    @torch.no_grad()
+    def sample(self, batch: SmolVLABatch, noise: Tensor, steps: int) -> Tensor:
+        """Return normalized actions (N, T, max_action_dim) by Euler steps from noise."""
+        x = noise
+        with self.autocast(noise.device):
+            prefix = self.encode(batch)
+            for step in range(steps):
+                times = torch.full((len(x),), step / steps, dtype=torch.float64, device=x.device)
+                x = x + self.action_expert.velocity(x, times, prefix).to(x.dtype) / steps
+        return x
+
+
+def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of a layer, (N, L, heads, head size) each, without rotation."""
+    attention, x = layer.self_attn, layer.input_layernorm(x)
+    queries, keys, values = (
+        projection(x).unflatten(-1, (-1, attention.head_dim))
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    return queries, keys, values
+
+
+def finished(layer: Any, x: Tensor, attention: Tensor) -> Tensor:
+    """Return a layer's output from its input and its attention, (N, L, hidden) and (N, L, heads x head size)."""
+    x = x + layer.self_attn.o_proj(attention)
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return the attention of queries (N, L, heads, head size) to keys and values, where mask (N, L, S) is True."""
+    q, k, v = (each.transpose(1, 2) for each in (queries, keys, values))
+    return F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Return x (N, L, heads, head size) with rotary embeddings of its positions (N, L), computed in float32."""
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=x.device) * (2.0 / x.shape[-1])
+    angles = (positions[..., None].float() / WAVELENGTH**exponents)[:, :, None]
+    first, second = x.float().split(half, -1)
+    sin, cos = angles.sin(), angles.cos()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,0 +1,141 @@
+"""SmolVLA through the training loop; beside LeRobot's own it is tested in tests/interop/lerobot/test_smolvla.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.imitation.opening import open_model
+from armature.components.robots.imitation.settings import TrainVLASettings
+from armature.components.robots.policies.family import family, family_at
+from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import Ranks
+from tests.refusals import refused
+
+from .conftest import CHUNK, TINY, make_job
+from .settings import LORA, training_settings
+
+POLICY: dict[str, Any] = {
+    "family": "smolvla",
+    "tiny": TINY,
+    "chunk_size": CHUNK,
+    "n_action_steps": CHUNK,
+    "num_flow_timesteps": 2,
+    "num_inference_steps": 2,
+    "state_normalization": "mean_std",
+    "action_normalization": "mean_std",
+    "dtype": "float32",
+}
+PLAIN = dict.fromkeys(("setup_type", "control_mode"), "") | {"image_attention_at_inference": "bidirectional"}
+CHANGES = POLICY | PLAIN | {"llm_residual_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def start(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the inputs of a training of a tiny SmolVLA."""
+    folder = tmp_path_factory.mktemp("smolvla")
+    family("smolvla").make_tiny_policy(folder / "checkpoint", RobotPolicySettings.model_validate(POLICY))
+    return inputs | {"policy": folder}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint/model.safetensors")
+
+
+UNTRAINED = ("lm_head", "text_model.norm", "text_model.layers.1.", "embed_tokens")
+
+
+@pytest.mark.parametrize(("mode", "more"), [("full", ()), ("lora", ("layernorm", "patch_embedding"))])
+def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mode, more, tmp_path):
+    job = make_job(start, tmp_path, CHANGES, mode=mode, **({"lora": LORA} if mode == "lora" else {}))
+    job.train()
+    before, after = weights(start["policy"]), weights(tmp_path)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    expected = {name for name in before if "vlm.model" in name or "lm_head" in name}
+    expected = {name for name in expected if any(part in name for part in (*UNTRAINED, *more))}
+    if mode == "lora":  # biases and norms of the frozen VLM stay
+        expected |= {name for name in before if ".vlm." in name and (before[name].dim() == 1 or "position" in name)}
+    assert same == expected
+    rows = [json.loads(line) for line in job.history.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and all(row["loss"] > 0 for row in rows[1:])
+    assert rows[-1]["heldout/loss"] < rows[0]["heldout/loss"]
+
+    policy = family_at(tmp_path).open_policy(tmp_path, "continuous", rows=1)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (2, 24, 32, 3), dtype=np.uint8)
+    seen = [
+        RobotObservation({"observation.images.front": images[k]}, np.ones(2, np.float32) * k, task)
+        for k, task in enumerate(("close the gripper now", "move"))
+    ]
+    chunks = policy.predict(seen, [3, 4])
+    assert chunks.shape == (2, CHUNK, 3) and np.abs(chunks[0] - chunks[1]).max() > 1e-3
+    assert policy.predict([policy.prepared(seen[1])], [4])[0].tobytes() == chunks[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("policy", "training", "name"),
+    [
+        ({"norm_tag": "x", "semantics": "seed"}, {}, "norm_tag, semantics"),
+        ({"action_mode": "both"}, {}, "action_mode"),
+        ({}, {"packing": {"max_row_tokens": 9, "max_row_examples": 2}}, "training.packing"),
+        ({}, {"torch_compile": True, "gradient_checkpointing": True}, "training.torch_compile, training.gradient"),
+    ],
+)
+def test_rejects_settings_without_effect(policy, training, name):
+    with pytest.raises(ValidationError, match=name):
+        TrainVLASettings(policy=POLICY | policy, training=training_settings(**training))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("attention_mode", "self_attn"), ("adapt_to_pi_aloha", True), ("num_expert_layers", 1), ("type", "pi0")],
+)
+def test_rejects_variants(start, field, value, tmp_path):
+    shutil.copytree(start["policy"] / "checkpoint", tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with refused("smolvla_config_invalid"):
+        family_at(tmp_path).load_parts(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
+def test_rejects_weights_that_do_not_fit(start, damage, tmp_path):
+    shutil.copytree(start["policy"] / "checkpoint", tmp_path / "checkpoint")
+    tensors = weights(tmp_path)
+    if damage == "missing":
+        del tensors["model.state_proj.bias"]
+    else:
+        tensors["model.extra" if damage == "unknown" else "model.state_proj.bias"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "checkpoint/model.safetensors")
+    kind = family("smolvla")
+    with refused("weights_mismatch"):
+        kind.load_model(tmp_path, kind.load_parts(tmp_path))
+
+
+def test_rejects_what_it_cannot_do(start):
+    with refused("action_mode_mismatch"):
+        family("smolvla").player(None, None, RobotPolicySettings.model_validate(POLICY), "discrete", 1)
+    with refused("policy_setting_unsupported"):
+        family("smolvla").open_policy(start["policy"], "continuous", 1, quantization="fp8")
+    with refused("normalization_statistics_missing"):
+        family("smolvla").open_policy(start["policy"], "continuous", 1)
+    with refused("sharding_unsupported"):
+        parts = family("smolvla").load_parts(start["policy"])
+        open_model(start["policy"], parts, print, TrainerProcesses(processes=2, sharding="full"), Ranks())
+
+
+def test_rejects_a_robot_with_more_dimensions_than_the_model(start, tmp_path):
+    narrow = POLICY | {"tiny": TinyPolicySettings.model_validate(TINY | {"max_action_dim": 2})}
+    family("smolvla").make_tiny_policy(tmp_path / "checkpoint", RobotPolicySettings.model_validate(narrow))
+    with refused("model_too_small"):
+        make_job(start | {"policy": tmp_path}, tmp_path, CHANGES).train()
