@@ -135,7 +135,7 @@ class SmolVLA(PolicyModel):
     def denominators(self, batch: SmolVLABatch, plan: None) -> LossDenominators:
         """Return the number of valid numbers in the actions of a batch."""
         assert batch.valid is not None
-        return LossDenominators(max(float(batch.valid.sum()) * batch.action_dimensions, 1.0))
+        return LossDenominators(float(batch.valid.sum()) * batch.action_dimensions)
 
     def forward(
         self, batch: SmolVLABatch, draws: FlowSamples | None, plan: None, denominators: LossDenominators | None = None
@@ -148,7 +148,7 @@ class SmolVLA(PolicyModel):
             velocity = self.action_expert.velocity(points.flatten(0, 1), draws.times.flatten(), prefix)
         squares = (velocity.float().unflatten(0, points.shape[:2]) - target)[..., : batch.action_dimensions].square()
         sums = (squares.mean(1).sum(-1) * batch.valid).sum(-1)
-        flow = sums.sum() / (denominators or self.denominators(batch, plan)).flow
+        flow = sums.sum() / max((denominators or self.denominators(batch, plan)).flow, 1.0)
         counts = (batch.valid.sum(-1) * batch.action_dimensions).clamp(min=1)
         zero = torch.zeros((), device=flow.device)
         nothing = zero.expand(len(sums))

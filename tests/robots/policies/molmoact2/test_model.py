@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
+from armature.components.robots.policies.family import LossDenominators
 from armature.components.robots.policies.flow import FlowSamples
-from armature.components.robots.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
+from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from armature.components.robots.policies.molmoact2.modeling.vlm import VisionMLP, normalized
 from armature.components.robots.policies.molmoact2.processing.batch import PolicyBatch
@@ -183,7 +184,7 @@ def test_losses_of_micro_batches_add_up_to_the_update() -> None:
     plan = make_plan(action_mode="both")
     whole = model(as_batch(examples), draws, plan)
     parts = [(as_batch(examples[:1]), _permuted(draws, [0])), (as_batch(examples[1:]), _permuted(draws, [1, 2]))]
-    all_of_it = LossDenominators.of(parts[0][0], plan) + LossDenominators.of(parts[1][0], plan)
+    all_of_it = LossDenominators(*map(sum, zip(*(model.denominators(part[0], plan) for part in parts), strict=True)))
     total = sum(model(batch, some, plan, all_of_it).total for batch, some in parts)
     torch.testing.assert_close(total, whole.total, rtol=1e-5, atol=1e-5)
 
