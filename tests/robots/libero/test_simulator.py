@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 import mujoco
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from armature.components.robots.libero.control import _compiled, restore
-from armature.components.robots.libero.package import FOLDER, assets_folder, compile_once, use_assets
+from armature.components.robots.libero.package import ASSETS, FOLDER, assets_folder, compile_once, use_assets
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.simulator import LiberoSimulator, one_pass, robot_state
 from armature.components.robots.libero.tasks import load_initial_states, suite_tasks
@@ -103,6 +104,14 @@ def test_cached_models_give_the_images_of_a_fresh_simulator(drawer: LiberoSimula
 def test_compact_shapes_move_like_liberos_meshes(suite: str, index: int) -> None:
     recorded = json.loads(RECORDED.read_text())[f"{suite}/{index}"]
     np.testing.assert_allclose(end_state(suite, index, "compact"), recorded, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ASSETS not in os.environ, reason="LIBERO's meshes are not installed")
+def test_installed_meshes_move_as_recorded() -> None:
+    suite, index = TASKS[-1]
+    recorded = json.loads(RECORDED.read_text())[f"{suite}/{index}"]
+    np.testing.assert_allclose(end_state(suite, index, None), recorded, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("action", [np.full(7, np.nan), np.zeros(6), np.zeros((1, 7))], ids=["nan", "6", "(1, 7)"])
