@@ -214,8 +214,8 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
     It is None if it can be counted for none of them.
     """
     cameras, rows = len(recipe.simulator.camera_name_mapping), recipe.evaluation.rows_per_pass
-    own = [policy for policy in recipe.sweep.policies.values() if _counted(policy)]
-    memories = [robot_memory(policy, recipe.machine, cameras, None, rows=rows) for policy in own]
+    counted = [policy for policy in recipe.sweep.policies.values() if _counted(policy)]
+    memories = [robot_memory(policy, recipe.machine, cameras, None, rows=rows) for policy in counted]
     return max(memories, key=lambda memory: sum(memory.server.values()), default=None)
 
 

@@ -108,7 +108,7 @@ class PolicyModel(nn.Module, ABC):
         """Compute the losses of a batch; without `denominators`, the batch is the whole update.
 
         Args:
-            plan: What `PolicyFamily.loss_plan` returns.
+            plan: The result of `PolicyFamily.loss_plan`.
         """
 
     def checkpoint_gradients(self, active: bool) -> None:

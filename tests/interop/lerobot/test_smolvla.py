@@ -83,7 +83,7 @@ def test_loss_and_gradient_norm_equal_lerobots(side, saved, seen, mode, tmp_path
     prepare(model, settings, "head")
     learner = PolicyLearner(model, settings, kind.loss_plan(SETTINGS))
     examples = [processor.encode(each, *rows) for each, *rows in zip(observations(seen), actions, PADDING, strict=True)]
-    micros = []  # two micro-batches: the loss is that of the whole update
+    micros = []  # two micro-batches, whose losses add up to the update's loss
     for rows in ([0, 1], [2]):
         draws = FlowSamples(torch.from_numpy(1 - TIMES[rows, None]), torch.from_numpy(noise[rows, None]))
         micros.append(PolicyMicroBatch(processor.batch([examples[row] for row in rows]), draws, 1))

@@ -123,7 +123,7 @@ class SmolVLA(PolicyModel):
         del text.rotary_emb
         self.action_expert = SmolVLAExpert(config, vlm.text_config, len(text.layers))
         last = f"vlm.model.text_model.layers.{len(text.layers) - 1}."
-        # As in LeRobot, though the last layer's keys and values have a gradient.
+        # LeRobot freezes these too, though the last layer's keys and values have a gradient.
         self.UNTRAINED = ("vlm.lm_head.", "vlm.model.text_model.norm.", last)  # type: ignore[misc]
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
