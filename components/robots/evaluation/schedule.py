@@ -9,6 +9,7 @@ from hashlib import sha256
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
+from armature.components.robots.libero.pro import base_suite
 from armature.components.robots.libero.settings import Perturbation, SimulatorSettings
 from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachable, suite_tasks
 
@@ -58,9 +59,10 @@ def plan_episodes(
         ConfigurationError: a suite does not have a task, or a task not an initial state, that the settings name.
     """
     planned: list[PlannedEpisode] = []
+    limits = {str(suite): steps for suite, steps in settings.max_steps.items()}
     for suite in settings.suites:
         for task in tasks_of(suite, tasks[suite], settings.tasks, "evaluation.tasks"):
-            planned += _of_task(task, settings, settings.max_steps[suite])
+            planned += _of_task(task, settings, limits[base_suite(suite)])
     perturbations = settings.perturbations.listed()
     return planned + [replace(each, perturbation=one) for one in perturbations for each in planned]
 

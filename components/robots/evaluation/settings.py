@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_valid
 
 from armature.components.contracts.settings import Settings
 from armature.components.evaluation.settings import EvaluationSchedule
+from armature.components.robots.libero.pro import ProSuite, base_suite
 from armature.components.robots.libero.settings import PerturbationSettings, SimulatorSettings, Suite
 from armature.components.robots.libero.starts import REST
 from armature.components.robots.policies.settings import Quantization
@@ -58,15 +59,18 @@ class LiberoEvaluationSettings(PlayerSettings):
     AFTER_TRAINING: ClassVar = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
     """Settings that only affect the evaluation after a training, not those during it."""
 
-    suites: tuple[Suite, ...] = Field(("libero_10", "libero_goal", "libero_object", "libero_spatial"), min_length=1)
-    """Suites to play, in this order."""
+    suites: tuple[Suite | ProSuite, ...] = Field(
+        ("libero_10", "libero_goal", "libero_object", "libero_spatial"), min_length=1
+    )
+    """Suites to play, in this order. Names with swap, object, lan or task at their end are LIBERO-PRO's."""
     episodes_per_task: PositiveInt = 50
     """Episodes of each task. Episode k starts from initial state k modulo the number of states (50), so every state is
     used once before any repeats."""
     max_steps: dict[Suite, PositiveInt] = Field(
         {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
     )
-    """Maximum number of actions of an episode, per suite; waiting steps are not counted."""
+    """Maximum number of actions of an episode, per suite of LIBERO; waiting steps are not counted. LIBERO-PRO's suites
+    have the numbers of the suites they vary."""
     n_action_steps: PositiveInt | None = None
     """Actions of a chunk that are executed before the next chunk; none: the policy's own setting."""
     num_inference_steps: PositiveInt | None = None
@@ -90,7 +94,7 @@ class LiberoEvaluationSettings(PlayerSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if missing := [suite for suite in self.suites if suite not in self.max_steps]:
+        if missing := [suite for suite in self.suites if base_suite(suite) not in self.max_steps]:
             raise ValueError(f"max_steps has no entry for {', '.join(missing)}")
         return self
 

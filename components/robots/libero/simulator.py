@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.libero.package import assets_folder, import_libero, use_assets
+from armature.components.robots.libero.pro import register_variants
 from armature.components.robots.libero.progress import GoalProgress, goal_progress
 from armature.components.robots.libero.settings import IMAGES, Perturbation, SimulatorSettings
 from armature.components.robots.libero.starts import LOWERING, REST, BodyPose, broken_start, lowered, object_poses
@@ -85,6 +86,8 @@ class LiberoSimulator:
         """
         import_libero()
         from libero.libero.envs.env_wrapper import ControlEnv
+
+        register_variants()
 
         from armature.components.robots.libero.cameras import Cameras
         from armature.components.robots.libero.control import kept_models

@@ -9,7 +9,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,6 +23,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.machine.registry import suggestion
 from armature.components.robots.libero.package import package_folder
+from armature.components.robots.libero.pro import PRO_SUITES, base_suite, pro_folder, pro_language
 from armature.components.robots.libero.settings import SimulatorSettings
 
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
@@ -50,12 +51,16 @@ class LiberoTask:
     @property
     def bddl_file(self) -> Path:
         """File that defines the scene and the goal."""
-        return package_folder() / "bddl_files" / self.suite / f"{self.name}.bddl"
+        return self._folder() / "bddl_files" / self.suite / f"{self.name}.bddl"
 
     @property
     def states_file(self) -> Path:
         """File of the stored initial states."""
-        return package_folder() / "init_files" / self.suite / f"{self.name}.pruned_init"
+        ending = ".npz" if self.suite in PRO_SUITES else ""
+        return self._folder() / "init_files" / self.suite / f"{self.name}.pruned_init{ending}"
+
+    def _folder(self) -> Path:
+        return pro_folder() if self.suite in PRO_SUITES else package_folder()
 
 
 @cache
@@ -65,10 +70,19 @@ def suite_tasks(suite: str) -> tuple[LiberoTask, ...]:
     Raises:
         ConfigurationError: the suite does not exist, or LIBERO is not installed.
     """
+    if suite in PRO_SUITES:
+        tasks = suite_tasks(base_suite(suite))
+        files = [pro_language(suite, task.name) for task in tasks]
+        return tuple(
+            replace(task, suite=suite, language=language, digest=digest)
+            for task, (language, digest) in zip(tasks, files, strict=True)
+        )
     names = _task_names()
     if suite not in MAX_STEPS:
         raise ConfigurationError(
-            f"there is no LIBERO suite {suite!r}", code="unknown_suite", remedy=suggestion(suite, MAX_STEPS)
+            f"there is no LIBERO suite {suite!r}",
+            code="unknown_suite",
+            remedy=suggestion(suite, [*MAX_STEPS, *PRO_SUITES]),
         )
     states = json.loads(KNOWN_STATES.read_text())
     return tuple(
@@ -182,6 +196,10 @@ def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDAr
             where=str(path),
             remedy="reinstall hf-libero, or add the digest to simulator.trusted_initial_states",
         )
+    if task.suite in PRO_SUITES:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            states: NDArray[np.float64] = archive["states"]
+        return states
     return read_states(data, str(path))
 
 
