@@ -61,3 +61,16 @@ def test_gymnasium_environment_of_ones_own_is_learned(seed: int, tmp_path: Path)
     before, after = run("./line.toml", seed, tmp_path)
     assert before[2] < after[1], "the intervals overlap"
     assert after[1] >= 0.85
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("task", "least"), [("click-test", 0.7), ("focus-text", 0.85)])
+def test_clicks_in_a_browser_are_learned(task: str, least: float, seed: int, tmp_path: Path) -> None:
+    for name in ("clicks.py", "clicks.toml"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    tasks = ("args.make.task", "evaluation_args.make.task")
+    chosen = (part for each in tasks for part in ("--set", f"environment.{each}={task}"))
+    before, after = run("./clicks.toml", seed, tmp_path, *chosen)
+    assert before[2] < after[1], "the intervals overlap"
+    assert after[1] >= least
