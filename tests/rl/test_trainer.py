@@ -198,7 +198,9 @@ def test_steps_are_on_policy_and_weights_reach_sampler(
     assert (tmp_path / "final" / "config.json").exists()
 
 
-@pytest.mark.parametrize(("schedule", "save_steps", "before"), [("constant", 2, 3), ("linear", 10, 5)])
+@pytest.mark.parametrize(
+    ("schedule", "save_steps", "before"), [("constant", 2, 3), pytest.param("linear", 10, 5, marks=pytest.mark.long)]
+)
 def test_trainer_resumes_after_max_steps_has_changed(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], schedule: str, save_steps: int, before: int
 ) -> None:

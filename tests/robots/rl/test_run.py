@@ -121,7 +121,7 @@ def rows(run: RobotRLRun) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 
-@pytest.mark.parametrize("plan", [GRPO, PPO, AHEAD], ids=["grpo", "ppo", "ahead"])
+@pytest.mark.parametrize("plan", [GRPO, pytest.param(PPO, marks=pytest.mark.long), AHEAD], ids=["grpo", "ppo", "ahead"])
 def test_resumed_run_equals_uninterrupted_run(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
     whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     history = whole.history.read()
