@@ -35,10 +35,8 @@ from armature.model_card import Form, TrainingRecord, model_card, read_record
 
 CARD = "README.md"
 """File name of the model card."""
-RELEASED = "allenai/MolmoAct2"
-"""Hub name of the released robot policy, whose tokenizer and image processor LeRobot needs."""
 HAS_POLICY = "armature.components.robots.policies.source:has_policy"
-EXPORT_POLICY = "armature.components.robots.policies.molmoact2.checkpoints.checkpoint:export_lerobot"
+EXPORT_POLICY = "armature.components.robots.policies.family:export_lerobot"
 """Names "module:function" of the functions for checkpoints of robot policies. They are imported when they are called,
 because only code for robots may import the robots package."""
 
@@ -53,8 +51,9 @@ class Export:
     """Layout to write."""
     record: TrainingRecord | None
     """The record of its training; None if the folder is not an artifact."""
-    base: str = RELEASED
-    """For a robot policy: hub name or folder of the released checkpoint that has the tokenizer and image processor."""
+    base: str | None = None
+    """For a robot policy: hub name or folder that LeRobot takes tokenizer and image processor from; None for the
+    policy's own."""
 
     def write(self, out: Path, name: str, copy: Callable[[str, str], object] = shutil.copyfile) -> Path:
         """Write the export to the folder `out`, which is replaced if it exists, and return the folder.
@@ -112,7 +111,7 @@ class Export:
         resolve_name(EXPORT_POLICY)(self.source, out, self.base)
 
 
-def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
+def read_export(source: str, store: Path, adapter: bool = False, base: str | None = None) -> Export:
     """Find the checkpoint called `source`, choose the layout of its export, and read the record of its training.
 
     The function `export` describes the arguments.
@@ -130,15 +129,15 @@ def read_export(source: str, store: Path, adapter: bool = False, base: str = REL
     return Export(folder, "lerobot" if policy else "merged", record, base)
 
 
-def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: str = RELEASED) -> Path:
+def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: str | None = None) -> Path:
     """Write a checkpoint to the new folder `out`.
 
     Args:
         source: folder of an artifact or a checkpoint, models:/NAME@ALIAS of MLflow, or the digest of an artifact in
             `store` (the first characters suffice).
         adapter: write the LoRA adapter alone, not the weights with the adapter merged in.
-        base: for a policy: hub name or folder of the released checkpoint, which has the tokenizer and image processor
-            that LeRobot needs.
+        base: for a policy: hub name or folder that LeRobot takes tokenizer and image processor from; None for
+            allenai/MolmoAct2, or for the VLM that a SmolVLA names.
 
     Raises:
         ConfigurationError: `out` exists, there is no adapter, or the policy has no statistics or no cameras.
@@ -225,7 +224,7 @@ def push(
     public: bool = False,
     branch: str = "main",
     adapter: bool = False,
-    base: str = RELEASED,
+    base: str | None = None,
 ) -> str:
     """Upload a checkpoint to the hub in the layout of `export`, and return the address of the commit.
 
@@ -270,7 +269,7 @@ def push(
 
 
 @contextmanager
-def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> Iterator[Path]:
+def _folder(source: str, name: str, store: Path, adapter: bool, base: str | None) -> Iterator[Path]:
     """Provide the folder to upload: an exported folder itself, or a temporary export of a checkpoint."""
     if (Path(source) / CARD).is_file() and not (Path(source) / MANIFEST).is_file():
         if adapter:

@@ -326,9 +326,9 @@ def _usage(record: TrainingRecord | None, name: str, form: Form, remote_code: bo
     """Return code blocks that show how to load and serve the model."""
     if form == "lerobot":
         code = (
-            "from lerobot.policies.factory import make_pre_post_processors\n"
-            "from lerobot.policies.molmoact2.modeling_molmoact2 import MolmoAct2Policy\n\n"
-            f"policy = MolmoAct2Policy.from_pretrained({name!r})\n"
+            "from lerobot.configs.policies import PreTrainedConfig\n"
+            "from lerobot.policies.factory import get_policy_class, make_pre_post_processors\n\n"
+            f"policy = get_policy_class(PreTrainedConfig.from_pretrained({name!r}).type).from_pretrained({name!r})\n"
             f"preprocess, postprocess = make_pre_post_processors(policy.config, pretrained_path={name!r})"
         )
         return _fenced(code, "python")

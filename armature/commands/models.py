@@ -23,8 +23,11 @@ Checkpoint = Annotated[
 ]
 Adapter = Annotated[bool, typer.Option("--adapter", help="The adapters alone, in PEFT's layout.")]
 Base = Annotated[
-    str,
-    typer.Option(help="Of a policy: the released checkpoint that LeRobot takes tokenizer and image processor from."),
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="Of a policy: where LeRobot takes tokenizer and image processor from. Default: allenai/MolmoAct2, and "
+        "of a SmolVLA its own VLM."
+    ),
 ]
 
 
@@ -253,7 +256,7 @@ def export(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     adapter: Adapter = False,
-    base: Base = "allenai/MolmoAct2",
+    base: Base = None,
     store: Store = Path(".armature/store"),
 ) -> None:
     """Write a checkpoint in the layout of other programs, with a model card.
@@ -275,7 +278,7 @@ def push(
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it. Default: private.")] = False,
     revision: Annotated[str, typer.Option("--revision", "--branch", help="Branch; made if it is not there.")] = "main",
     adapter: Adapter = False,
-    base: Base = "allenai/MolmoAct2",
+    base: Base = None,
     store: Store = Path(".armature/store"),
 ) -> None:
     """Upload a checkpoint to the Hugging Face hub, in the layout of export.

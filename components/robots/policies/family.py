@@ -169,6 +169,9 @@ class PolicyFamily(Protocol):
     def save_policy(self, folder: Path, parts: Any, weights: Mapping[str, Tensor]) -> Path:
         """Write a self-contained checkpoint."""
 
+    def export_lerobot(self, source: Path, out: Path, base: str | None = None) -> None:
+        """Write the checkpoint in `source` to the folder `out` in LeRobot's layout, on the released VLM `base`."""
+
     def loss_plan(self, settings: RobotPolicySettings) -> Any:
         """Return the plan that the model's `forward` takes."""
 
@@ -200,3 +203,8 @@ def family_at(source: Path) -> PolicyFamily:
     saved = read_settings(source) or read_settings(source / CHECKPOINT)
     saved = saved or read_settings(locate(source, kind=POLICY_WITHOUT_WEIGHTS))
     return family(saved.family if saved is not None else "molmoact2")
+
+
+def export_lerobot(source: Path, out: Path, base: str | None) -> None:
+    """Write the checkpoint in `source` to the folder `out` in LeRobot's layout; see `PolicyFamily`."""
+    family_at(source).export_lerobot(source, out, base)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.opening import open_model
 from armature.components.robots.imitation.settings import TrainVLASettings
-from armature.components.robots.policies.family import family, family_at
+from armature.components.robots.policies.family import export_lerobot, family, family_at
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
@@ -80,6 +80,14 @@ def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mod
     chunks = policy.predict(seen, [3, 4])
     assert chunks.shape == (2, CHUNK, 3) and np.abs(chunks[0] - chunks[1]).max() > 1e-3
     assert policy.predict([policy.prepared(seen[1])], [4])[0].tobytes() == chunks[1].tobytes()
+
+
+def test_export_names_the_vlm_and_keeps_the_weights(start, tmp_path):
+    export_lerobot(start["policy"], tmp_path / "out", "me/vlm")
+    assert json.loads((tmp_path / "out/config.json").read_text())["vlm_model_name"] == "me/vlm"
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert exported.keys() == weights(start["policy"]).keys()
+    assert all(torch.equal(value, exported[name]) for name, value in weights(start["policy"]).items())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
     empty_model,
+    export_lerobot,
     load_model,
     read_model,
     save_policy,
@@ -17,7 +18,16 @@ from armature.components.robots.policies.molmoact2.modeling.losses import LossPl
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from armature.components.robots.policies.norm_stats import norm_stats
 
-__all__ = ["empty_model", "load_model", "load_parts", "make_tiny_policy", "open_policy", "read_model", "save_policy"]
+__all__ = [
+    "empty_model",
+    "export_lerobot",
+    "load_model",
+    "load_parts",
+    "make_tiny_policy",
+    "open_policy",
+    "read_model",
+    "save_policy",
+]
 
 loss_plan, player = LossPlan.of, MolmoAct2Policy
 

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,13 @@ def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]
             _write_steps(new, parts.config, parts.robot)
         write_settings(new, parts.settings.model_copy(update=dict.fromkeys(SOURCES)))
     return folder
+
+
+def export_lerobot(source: Path, out: Path, base: str | None = None) -> None:
+    """Write the checkpoint in `source` to the folder `out` with the VLM that LeRobot takes its tokenizer from."""
+    parts = load_parts(source)
+    config = parts.config.model_copy(update={"vlm_model_name": base or parts.config.vlm_model_name})
+    save_policy(out, replace(parts, config=config), load_model(source, parts).state_dict())
 
 
 def _write_steps(folder: Path, config: SmolVLAConfig, robot: RobotMetadata) -> None:

@@ -8,6 +8,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.checkpoint import (
     SmolVLAParts,
+    export_lerobot,
     load_model,
     load_parts,
     make_tiny_policy,
@@ -15,7 +16,7 @@ from armature.components.robots.policies.smolvla.checkpoint import (
 )
 from armature.components.robots.policies.smolvla.policy import SmolVLAPolicy, open_policy
 
-__all__ = ["load_model", "load_parts", "make_tiny_policy", "open_policy", "save_policy"]
+__all__ = ["export_lerobot", "load_model", "load_parts", "make_tiny_policy", "open_policy", "save_policy"]
 
 player = SmolVLAPolicy
 

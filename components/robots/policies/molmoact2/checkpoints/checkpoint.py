@@ -57,6 +57,8 @@ from armature.components.robots.policies.source import POLICY, write_settings
 VALUE_HEAD_FILE = "value_head.safetensors"
 TRAINED_TAG = "trained"
 """Tag under which a dataset's statistics are saved if the settings have no norm_tag."""
+RELEASED = "allenai/MolmoAct2"
+"""Hub name of the released policy, whose tokenizer and image processor LeRobot needs."""
 SOURCES = (
     *("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision"),
     *("action_tokenizer", "action_tokenizer_revision"),
@@ -211,10 +213,10 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
     return folder
 
 
-def export_lerobot(source: Path, out: Path, base: str) -> None:
+def export_lerobot(source: Path, out: Path, base: str | None = None) -> None:
     """Convert the checkpoint in `source` to LeRobot's layout; see `save_lerobot`."""
     loaded = load_policy(source)
-    save_lerobot(out, loaded.parts, loaded.model.state_dict(), base)
+    save_lerobot(out, loaded.parts, loaded.model.state_dict(), base or RELEASED)
 
 
 def write_parts(folder: Path, parts: PolicyParts) -> None:
