@@ -136,16 +136,15 @@ def check_ahead(recipe: Recipe) -> Machine:
 def _refuse_without_gpu(recipe: Recipe) -> None:
     """Raise ConfigurationError if the recipe needs a GPU and this machine has none.
 
-    The error names an installed recipe of the same kind whose sources are here, with the same environment if there is
-    one.
+    The error names an installed recipe of the same kind whose sources are here, with the same environment and family
+    of policies if there is one.
     """
     named, (_, gib) = {*recipe.machine.started_server_gpus, *recipe.machine.trainer.gpus}, gpus_and_memory(recipe)
     if gpu_count() or not named:
         return
     others = [load_recipe(name) for name in recipe_names() if recipe_kind(name) == recipe.kind]
     runnable = [each for each in others if not gpus_and_memory(each)[0] and _has_sources(each)]
-    environment = _environment_name(recipe)
-    nearest = max(runnable, key=lambda each: _environment_name(each) == environment, default=None)
+    nearest = max(runnable, key=lambda each: _subject(each) == _subject(recipe), default=None)
     size = f" of {gib} GiB" if gib else ""
     raise ConfigurationError(
         f"the recipe needs {len(named)} GPU{'s' * (len(named) > 1)}{size}, and this machine has none",
@@ -165,9 +164,10 @@ def _has_sources(recipe: Recipe) -> bool:
     return True
 
 
-def _environment_name(recipe: Recipe) -> str | None:
-    """Return the name of the environment of a recipe; None for a recipe without an environment."""
-    return getattr(recipe.sections.get("environment"), "name", None)
+def _subject(recipe: Recipe) -> tuple[str | None, str | None]:
+    """Return the name of a recipe's environment and the family of its policy; None for what it does not have."""
+    environment, policy = recipe.sections.get("environment"), recipe.sections.get("policy")
+    return getattr(environment, "name", None), getattr(policy, "family", None)
 
 
 def _check_triton(machine: Machine) -> None:
