@@ -27,12 +27,12 @@ def browser(task: str) -> Any:
 
 @lru_cache(512)
 def page(task: str, seed: int) -> tuple[str, Any, tuple[Any, ...]]:
-    """Return the question of a page, its picture, and the elements that can be clicked."""
+    """Return the question of a page, its frame, and the elements that can be clicked."""
     seen, _ = browser(task).reset(seed=seed)
     small = Image.fromarray(seen["screenshot"][TOP:, :SIDE]).resize((FRAME, FRAME), Image.Resampling.BOX)
-    picture = np.minimum((255 - np.asarray(small, int)) * CONTRAST, 255)
+    frame = np.minimum((255 - np.asarray(small, int)) * CONTRAST, 255)
     elements = tuple(each for each in seen["dom_elements"] if each["tag"] in ("button", "input_text"))
-    return seen["utterance"], picture.astype(np.uint8), elements
+    return seen["utterance"], frame.astype(np.uint8), elements
 
 
 class Clicks(gymnasium.Env[Any, Any]):
@@ -47,7 +47,7 @@ class Clicks(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         assert seed is not None
         self.seed = seed
-        self.question, self.picture, self.elements = page(self.task, seed)
+        self.question, self.frame, self.elements = page(self.task, seed)
         return {"mission": self.question}, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -67,7 +67,7 @@ class Clicks(gymnasium.Env[Any, Any]):
         return bool(reward > 0)
 
     def render(self) -> Any:
-        return self.picture
+        return self.frame
 
 
 gymnasium.register("Clicks-v0", Clicks)  # type: ignore[arg-type]

@@ -222,7 +222,7 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:
     """Return the memory that a recipe needs to train or play a policy on the recipe's machine.
 
-    It is None for a policy that another program computes, and for a SmolVLA, which fits on every GPU.
+    It is None for a policy that another program computes, and for a SmolVLA, whose memory is not counted yet.
     """
     policy, machine = recipe.policy, recipe.machine
     if not _counted(policy):

@@ -226,7 +226,11 @@ def test_model_card_recipe_has_evaluation_after_robot_training(trained):
 def test_policy_card_names_lerobot_and_code_commit(trained):
     card = ModelCard(model_card(replace(record_of(trained), commit="0ddba11"), "me/robot", "lerobot"))
     assert (card.data.library_name, card.data.pipeline_tag) == ("lerobot", "robotics")
-    assert ".from_pretrained('me/robot')" in card.content and "vllm serve" not in card.content
+    assert (
+        "get_policy_class(PreTrainedConfig.from_pretrained('me/robot').type).from_pretrained('me/robot')"
+        in card.content
+        and "vllm serve" not in card.content
+    )
     assert "| commit of the code | `0ddba11` |" in card.content and SOURCES["code"] in card.content
 
 

@@ -220,12 +220,12 @@ def prepare(model: PolicyModel, settings: PolicyUpdateSettings, semantics: Seman
     if settings.lora is not None:
         expert_too = settings.mode == "lora_expert"
         dropout = settings.lora_dropout if isinstance(settings, VLATrainerSettings) else 0.0
-        left_out = (*model.UNTRAINED, *(() if expert_too else (EXPERT,)))
+        left_out = (*model.untrained, *(() if expert_too else (EXPERT,)))
         add_adapters(model, lambda name: not name.startswith(left_out), settings.lora, settings.seed, dropout)
     if settings.mode in ("lora", "expert"):
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
     for name, parameter in model.named_parameters():
-        if name.startswith(model.UNTRAINED):
+        if name.startswith(model.untrained):
             parameter.requires_grad_(False)
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
+from typing import Any, Literal, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class ModelProcessor(Protocol):
 class PolicyModel(nn.Module, ABC):
     """A policy's network with its training losses: a VLM, and an action expert that is trained by flow matching."""
 
-    UNTRAINED: ClassVar[tuple[str, ...]] = ()
+    untrained: tuple[str, ...] = ()
     """Beginnings of the names of parameters that never get a gradient. They stay frozen and get no adapters."""
 
     vlm: nn.Module

@@ -28,6 +28,11 @@ POLICY = CheckpointKind(
 )
 OF_CHECKPOINTS = ("path", "checkpoint_path", "revision", "checkpoint_revision", "norm_tag")
 """Settings that are about an existing checkpoint, and so contradict `policy.tiny`."""
+SOURCES = (
+    *("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision"),
+    *("action_tokenizer", "action_tokenizer_revision"),
+)
+"""Settings that say where parts of the policy come from; a written checkpoint contains these parts."""
 MULTIPLES = (
     ("hidden_size", "heads", 2),  # rotary embeddings turn pairs of dimensions
     ("heads", "key_value_heads", 1),
@@ -59,6 +64,27 @@ def read_settings(folder: Path) -> RobotPolicySettings | None:
         return None
     with foreign("the settings of the policy cannot be read", where=str(file)):
         return RobotPolicySettings.model_validate_json(read_bytes(file))
+
+
+def self_contained(settings: RobotPolicySettings) -> RobotPolicySettings:
+    """Return the settings of a checkpoint that contains all parts of the policy, without the sources of the parts."""
+    return settings.model_copy(update=dict.fromkeys(SOURCES))
+
+
+def first_settings(source: str | Path, *candidates: RobotPolicySettings | None) -> RobotPolicySettings:
+    """Return the first settings of a policy in `source` that are not None.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if chosen := next((each for each in candidates if each is not None), None):
+        return chosen
+    raise ConfigurationError(
+        "the checkpoint contains no policy settings",
+        code="policy_settings_missing",
+        where=str(source),
+        remedy="pass settings, as for a released checkpoint or one of LeRobot",
+    )
 
 
 def policy_source(settings: RobotPolicySettings) -> str:
@@ -103,14 +129,19 @@ def policy_source(settings: RobotPolicySettings) -> str:
                 where=f"policy.tiny.{total}, policy.tiny.{part} = {count}",
                 remedy=f"set policy.tiny.{total} to a multiple",
             )
+    refuse_short_chunk(settings)
+    return ""
+
+
+def refuse_short_chunk(settings: RobotPolicySettings) -> None:
+    """Raise ConfigurationError if the policy executes more actions than it predicts."""
     if settings.n_action_steps > settings.chunk_size:
         raise ConfigurationError(
-            f"n_action_steps is {settings.n_action_steps}, but only {settings.chunk_size} actions are predicted",
+            f"{settings.n_action_steps} actions should be executed, but a chunk has only {settings.chunk_size}",
             code="chunk_too_short",
             where="policy.n_action_steps, policy.chunk_size",
-            remedy=f"set policy.n_action_steps = {settings.chunk_size}, or a larger policy.chunk_size",
+            remedy=f"set n_action_steps to at most {settings.chunk_size}, or train with a larger chunk_size",
         )
-    return ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.opening import open_model
 from armature.components.robots.imitation.settings import TrainVLASettings
 from armature.components.robots.policies.family import export_lerobot, family, family_at
+from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
@@ -100,8 +101,34 @@ def test_export_names_the_vlm_and_keeps_the_weights(start, tmp_path):
     ],
 )
 def test_rejects_settings_without_effect(policy, training, name):
-    with pytest.raises(ValidationError, match=name):
+    with refused("value_error", name, kind=ValidationError):
         TrainVLASettings(policy=POLICY | policy, training=training_settings(**training))
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "where"),
+    [
+        ({"images": {}}, "camera_image_missing", "observation.images.front"),
+        ({"state": np.array([0, np.nan], np.float32)}, "observation_not_finite", "state"),
+        ({"state": np.zeros((2, 2), np.float32)}, "dimensions_mismatch", (2, 2)),
+        ({"actions": np.full((CHUNK, 3), np.inf)}, "action_not_finite", "step 0"),
+        ({"actions": np.zeros((CHUNK - 1, 3))}, "chunk_shape_mismatch", (CHUNK - 1, 3)),
+        ({"padding": [True]}, "chunk_shape_mismatch", (1,)),
+    ],
+)
+def test_rejects_frames_that_it_cannot_train_on(start, change, code, where):
+    names = ("observation.images.front",)
+    stats = FeatureNormStats(mean=(0, 0), std=(1, 1))
+    robot = RobotMetadata(
+        camera_keys=names, state_stats=stats, action_stats=FeatureNormStats(mean=(0, 0, 0), std=(1, 1, 1))
+    )
+    processor = family("smolvla").load_parts(start["policy"], robot=robot).processor()
+    frame = {"images": {names[0]: np.zeros((24, 32, 3), np.uint8)}, "state": np.zeros(2, np.float32), "task": "move"}
+    more = {"actions": np.zeros((CHUNK, 3)), "padding": None}
+    processor.encode(RobotObservation(**frame), **more)
+    more |= {key: value for key, value in change.items() if key in more}
+    with refused(code, where):
+        processor.encode(RobotObservation(**frame | {key: change[key] for key in change if key in frame}), **more)
 
 
 @pytest.mark.parametrize(

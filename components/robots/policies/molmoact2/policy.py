@@ -21,6 +21,7 @@ from armature.components.robots.policies.molmoact2.processing.batch import Examp
 from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
 from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler, ScoredChunks
 from armature.components.robots.policies.settings import Quantization, RobotPolicySettings
+from armature.components.robots.policies.source import refuse_short_chunk
 
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
@@ -373,10 +374,4 @@ def _check_settings(settings: RobotPolicySettings, mode: InferenceMode) -> None:
             where="inference_action_mode",
             remedy=f"set inference_action_mode = {settings.action_mode!r}",
         )
-    if settings.n_action_steps > settings.chunk_size:
-        raise ConfigurationError(
-            f"{settings.n_action_steps} actions should be executed, but a chunk has only {settings.chunk_size}",
-            code="chunk_too_short",
-            where="n_action_steps",
-            remedy=f"set n_action_steps to at most {settings.chunk_size}",
-        )
+    refuse_short_chunk(settings)

@@ -33,8 +33,10 @@ from armature.components.robots.policies.smolvla.processor import SmolVLAProcess
 from armature.components.robots.policies.source import (
     POLICY,
     POLICY_WITHOUT_WEIGHTS,
+    first_settings,
     read_json,
     read_settings,
+    self_contained,
     write_settings,
 )
 
@@ -43,8 +45,6 @@ IMAGE_SHAPE = [3, 256, 256]  # declared shape of a camera; images of any shape a
 BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER, UNNORMALIZER, RENAMING = "normalizer_processor", "unnormalizer_processor", "rename_observations_processor"
 MODES: dict[Normalization, str] = {"quantiles": "QUANTILES", "mean_std": "MEAN_STD", "identity": "IDENTITY"}
-SOURCES = ("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision")
-"""Settings that say where parts of the policy come from; a written checkpoint contains these parts."""
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>")
 PATCH, SHUFFLE, MERGES = 14, 2, 1000
 PROCESSOR = {
@@ -105,14 +105,7 @@ def load_parts(
         DataError: a file is missing or invalid, or the model is a variant that is not supported.
     """
     folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)
-    chosen = settings or read_settings(Path(source)) or read_settings(folder)
-    if chosen is None:
-        raise ConfigurationError(
-            "the checkpoint contains no policy settings",
-            code="policy_settings_missing",
-            where=str(source),
-            remedy="pass settings, as for a checkpoint of LeRobot",
-        )
+    chosen = first_settings(source, settings, read_settings(Path(source)), read_settings(folder))
     config, files = SmolVLAConfig.load(folder), folder / VLM
     if not files.is_dir():
         name = chosen.checkpoint_path or config.vlm_model_name
@@ -253,7 +246,7 @@ def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]
         shutil.copytree(parts.files, new / VLM, ignore=shutil.ignore_patterns("*.safetensors"))
         if parts.robot is not None:
             _write_steps(new, parts.config, parts.robot)
-        write_settings(new, parts.settings.model_copy(update=dict.fromkeys(SOURCES)))
+        write_settings(new, self_contained(parts.settings))
     return folder
 
 

@@ -124,7 +124,7 @@ class SmolVLA(PolicyModel):
         self.action_expert = SmolVLAExpert(config, vlm.text_config, len(text.layers))
         last = f"vlm.model.text_model.layers.{len(text.layers) - 1}."
         # LeRobot freezes these too, though the last layer's keys and values have a gradient.
-        self.UNTRAINED = ("vlm.lm_head.", "vlm.model.text_model.norm.", last)  # type: ignore[misc]
+        self.untrained = ("vlm.lm_head.", "vlm.model.text_model.norm.", last)
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
 

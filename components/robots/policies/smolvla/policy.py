@@ -17,6 +17,7 @@ from armature.components.robots.policies.settings import Quantization, RobotPoli
 from armature.components.robots.policies.smolvla.checkpoint import load_model, load_parts
 from armature.components.robots.policies.smolvla.model import SmolVLA
 from armature.components.robots.policies.smolvla.processor import SmolVLAExample, SmolVLAProcessor
+from armature.components.robots.policies.source import refuse_short_chunk
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,7 @@ class SmolVLAPolicy:
                 where="inference_action_mode",
                 remedy="set inference_action_mode = 'continuous'",
             )
-        if settings.n_action_steps > settings.chunk_size:
-            raise ConfigurationError(
-                f"{settings.n_action_steps} actions should be executed, but a chunk has only {settings.chunk_size}",
-                code="chunk_too_short",
-                where="n_action_steps",
-                remedy=f"set n_action_steps to at most {settings.chunk_size}",
-            )
+        refuse_short_chunk(settings)
         self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
         self.cameras, self.state_dimensions = processor.cameras, processor.state_dimensions
         self._model, self._processor, self._settings = model.eval(), processor, settings

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
 from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
@@ -118,13 +119,16 @@ class SmolVLAProcessor:
             where: Dataset, episode and frame, for error messages.
 
         Raises:
-            DataError: a camera is missing, or a value has another shape.
+            DataError: a camera is missing, a shape is wrong, or a number is not finite.
         """
-        if missing := [name for name in self.cameras if name not in observation.images]:
+        images = camera_images(observation, self.cameras, where)
+        state = normalized_state(observation, self.state, where)
+        if not np.isfinite(state).all():
             raise DataError(
-                f"the observation lacks the cameras {', '.join(missing)}, it has {', '.join(observation.images)}",
-                code="camera_missing",
+                f"state {self.state.names[int(np.argmin(np.isfinite(state)))]!r} is not finite",
+                code="observation_not_finite",
                 where=where,
+                remedy="correct the frame, or leave out its episode",
             )
         text = observation.task if observation.task.endswith("\n") else f"{observation.task}\n"
         with _TOKENIZER_LOCK:
@@ -132,12 +136,13 @@ class SmolVLAProcessor:
         width, height = self.config.resize_imgs_with_padding
         encoded = valid = None
         if actions is not None:
-            encoded = _padded(self.action.normalize(actions, where), self.config.max_action_dim)
-            valid = np.ones(len(encoded), bool) if padding is None else ~np.asarray(padding, bool)
+            normalized = normalized_actions(actions, self.action, self.horizon, where)
+            encoded = _padded(normalized, self.config.max_action_dim)
+            valid = ~past_end(padding, self.horizon, where)
         return SmolVLAExample(
             input_ids=np.array(ids, np.int64),
-            images=np.stack([fitted(observation.images[name], height, width) for name in self.cameras]),
-            state=_padded(self.state.normalize(observation.state, where), self.config.max_state_dim),
+            images=np.stack([fitted(image, height, width) for image in images]),
+            state=_padded(state, self.config.max_state_dim),
             actions=encoded,
             valid=valid,
         )

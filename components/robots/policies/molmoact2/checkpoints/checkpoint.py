@@ -52,18 +52,13 @@ from armature.components.robots.policies.norm_stats import (
     norm_stats,
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY, write_settings
+from armature.components.robots.policies.source import POLICY, self_contained, write_settings
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 TRAINED_TAG = "trained"
 """Tag under which a dataset's statistics are saved if the settings have no norm_tag."""
 RELEASED = "allenai/MolmoAct2"
 """Hub name of the released policy, whose tokenizer and image processor LeRobot needs."""
-SOURCES = (
-    *("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision"),
-    *("action_tokenizer", "action_tokenizer_revision"),
-)
-"""Settings that say where parts of the policy come from; a written checkpoint contains these parts."""
 UNCHANGED_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -236,7 +231,7 @@ def write_parts(folder: Path, parts: PolicyParts) -> None:
         stats.save(folder / parts.config.norm_stats_filename)
     if parts.action_tokens is not None:
         parts.action_tokens.save(folder / ACTION_TOKENIZER)
-    write_settings(folder, settings.model_copy(update=dict.fromkeys(SOURCES)))
+    write_settings(folder, self_contained(settings))
 
 
 def _masked(stats: FeatureNormStats, normalizer: Normalizer) -> FeatureNormStats:

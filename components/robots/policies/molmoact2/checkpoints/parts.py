@@ -27,7 +27,12 @@ from armature.components.robots.policies.norm_stats import (
     training_robot,
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json, read_settings
+from armature.components.robots.policies.source import (
+    POLICY_WITHOUT_WEIGHTS,
+    first_settings,
+    read_json,
+    read_settings,
+)
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 
@@ -91,14 +96,7 @@ def load_parts(
         DataError: a file is missing or invalid.
     """
     saved = _saved_settings(source, settings)
-    chosen = settings or saved
-    if chosen is None:
-        raise ConfigurationError(
-            "the checkpoint contains no policy settings",
-            code="policy_settings_missing",
-            where=str(source),
-            remedy="pass settings, as for a released checkpoint",
-        )
+    chosen = first_settings(source, settings, saved)
     base = locate(source, chosen.revision, POLICY_WITHOUT_WEIGHTS)
     metadata: RobotMetadata | None = None
     if is_lerobot(base):

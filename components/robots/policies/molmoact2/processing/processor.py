@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
 from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.action_tokens import (
     ActionTokens,
@@ -158,12 +159,12 @@ class Processor:
         Raises:
             DataError: a camera is missing, a shape is wrong, a number is not finite, or the example is too long.
         """
-        camera_images = self._camera_images(observation, where)
-        prompt = self._prompt(observation, len(camera_images), where)
-        normalized = None if actions is None else self._actions(actions, where)
+        images = camera_images(observation, self.cameras or tuple(sorted(observation.images)), where)
+        prompt = self._prompt(observation, len(images), where)
+        normalized = None if actions is None else normalized_actions(actions, self.action, self.chunk, where)
         answer = self._answer(normalized) if normalized is not None and self.discrete else None
         ids = prompt if answer is None else np.concatenate([prompt, answer])
-        limit = self._budget(len(camera_images), answer is not None)
+        limit = self._budget(len(images), answer is not None)
         if len(ids) > limit:
             raise DataError(
                 f"an example has {len(ids)} tokens, {limit} are allowed",
@@ -172,16 +173,14 @@ class Processor:
                 remedy="shorten the task's text, or raise max_sequence_length",
             )
         tokens = self.vocabulary
-        images = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
+        image_tokens = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
         per_image = self.layout.patches**2
         pooling = self.layout.pooling
         return Example(
             input_ids=ids,
-            image_tokens=np.isin(ids, images),
-            pixel_values=self.layout.patchify(camera_images),
-            pooling=np.concatenate(
-                [np.where(pooling < 0, -1, pooling + i * per_image) for i in range(len(camera_images))]
-            ),
+            image_tokens=np.isin(ids, image_tokens),
+            pixel_values=self.layout.patchify(images),
+            pooling=np.concatenate([np.where(pooling < 0, -1, pooling + i * per_image) for i in range(len(images))]),
             labels=None if answer is None else np.concatenate([np.full(len(prompt), IGNORED), answer]),
             actions=None if normalized is None else self._padded(normalized),
             horizon_padding=self._horizon_padding(padding, where),
@@ -213,18 +212,6 @@ class Processor:
         span = generated[generated.index(tokens.action_start) + 1 : generated.index(tokens.action_end)]
         return self.action_tokens.decode([one - tokens.action for one in span], self.chunk, self.action_dimensions)
 
-    def _camera_images(self, observation: RobotObservation, where: str) -> list[Any]:
-        cameras = self.cameras or tuple(sorted(observation.images))
-        missing = [camera for camera in cameras if camera not in observation.images]
-        if missing or not cameras:
-            raise DataError(
-                f"the observation has no camera {missing[0]!r}" if missing else "the observation has no camera",
-                code="camera_image_missing",
-                where=where or f"the observation has {', '.join(observation.images) or 'none'}",
-                remedy="set image_keys to the cameras that the observation has",
-            )
-        return [observation.images[camera] for camera in cameras]
-
     def _prompt(self, observation: RobotObservation, images: int, where: str) -> Ints:
         """Return the token ids of the prompt: BOS, the images, the user's turn, and the start of the model's turn.
 
@@ -233,11 +220,7 @@ class Processor:
         tokens = self.vocabulary
         row = [tokens.image_patch] * self.layout.rows + [tokens.image_column] * self.layout.columns
         image = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
-        state = self.state.normalize(observation.state, where)
-        if state.ndim != 1:
-            raise DataError(
-                f"the state has the shape {state.shape}, not one dimension", code="dimensions_mismatch", where=where
-            )
+        state = normalized_state(observation, self.state, where)
         bins = state_bins(state, self.config.num_state_tokens) + tokens.state
         task = normalize_language(observation.task) if self.settings.normalize_language else observation.task
         before, after = instruction(task, self._setup, self._control)
@@ -260,24 +243,6 @@ class Processor:
             self._texts[text] = ids
         return ids
 
-    def _actions(self, actions: ArrayLike, where: str) -> Floats:
-        values = np.asarray(actions, np.float32)
-        if values.shape != (self.chunk, self.action_dimensions):
-            raise DataError(
-                f"actions have the shape {values.shape}, not {(self.chunk, self.action_dimensions)}",
-                code="chunk_shape_mismatch",
-                where=where,
-                remedy="set chunk_size to the length of the dataset's windows",
-            )
-        if not np.isfinite(values).all():
-            step, dimension = np.argwhere(~np.isfinite(values))[0]
-            raise DataError(
-                f"action {self.action.names[dimension]!r} is {values[step, dimension]} at step {step}",
-                code="action_not_finite",
-                where=where,
-            )
-        return self.action.normalize(values, where)
-
     def _answer(self, normalized: Floats) -> Ints:
         assert self.action_tokens is not None
         tokens = self.vocabulary
@@ -292,12 +257,7 @@ class Processor:
     def _horizon_padding(self, padding: ArrayLike | None, where: str) -> Flags:
         flags = np.arange(self.horizon) >= self.chunk
         if padding is not None and not SEMANTICS[self.settings.semantics].supervises_past_end:
-            past = np.asarray(padding, bool)
-            if past.shape != (self.chunk,):
-                raise DataError(
-                    f"padding has the shape {past.shape}, not {(self.chunk,)}", code="chunk_shape_mismatch", where=where
-                )
-            flags[: self.chunk] |= past
+            flags[: self.chunk] |= past_end(padding, self.chunk, where)
         return flags
 
     def _budget(self, images: int, discrete: bool) -> int:

@@ -1,0 +1,82 @@
+"""Checks of observations and actions that every family's processor makes before it encodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from armature.components.contracts.errors import DataError
+from armature.components.contracts.robots import RobotObservation
+from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer
+
+
+def camera_images(observation: RobotObservation, cameras: Sequence[str], where: str) -> list[Any]:
+    """Return the images of the cameras, in their order.
+
+    Raises:
+        DataError: a camera is missing, or there are no cameras.
+    """
+    missing = [camera for camera in cameras if camera not in observation.images]
+    if missing or not cameras:
+        raise DataError(
+            f"the observation has no camera {missing[0]!r}" if missing else "the observation has no camera",
+            code="camera_image_missing",
+            where=where or f"the observation has {', '.join(observation.images) or 'none'}",
+            remedy="set image_keys to the cameras that the observation has",
+        )
+    return [observation.images[camera] for camera in cameras]
+
+
+def normalized_state(observation: RobotObservation, normalizer: Normalizer, where: str) -> Floats:
+    """Return the normalized state, (dimensions,).
+
+    Raises:
+        DataError: the state has another shape.
+    """
+    state = normalizer.normalize(observation.state, where)
+    if state.ndim != 1:
+        raise DataError(
+            f"the state has the shape {state.shape}, not one dimension", code="dimensions_mismatch", where=where
+        )
+    return state
+
+
+def normalized_actions(actions: ArrayLike, normalizer: Normalizer, chunk: int, where: str) -> Floats:
+    """Return a normalized chunk of actions, (chunk, dimensions).
+
+    Raises:
+        DataError: the chunk has another shape, or a number is not finite.
+    """
+    values = np.asarray(actions, np.float32)
+    if values.shape != (chunk, normalizer.dimensions):
+        raise DataError(
+            f"actions have the shape {values.shape}, not {(chunk, normalizer.dimensions)}",
+            code="chunk_shape_mismatch",
+            where=where,
+            remedy="set chunk_size to the length of the dataset's windows",
+        )
+    if not np.isfinite(values).all():
+        step, dimension = np.argwhere(~np.isfinite(values))[0]
+        raise DataError(
+            f"action {normalizer.names[dimension]!r} is {values[step, dimension]} at step {step}",
+            code="action_not_finite",
+            where=where,
+        )
+    return normalizer.normalize(values, where)
+
+
+def past_end(padding: ArrayLike | None, chunk: int, where: str) -> Flags:
+    """Return for each step of a chunk whether it is after the end of the episode, (chunk,) bool; None: no step is.
+
+    Raises:
+        DataError: `padding` has another shape.
+    """
+    flags = np.zeros(chunk, bool) if padding is None else np.asarray(padding, bool)
+    if flags.shape != (chunk,):
+        raise DataError(
+            f"padding has the shape {flags.shape}, not {(chunk,)}", code="chunk_shape_mismatch", where=where
+        )
+    return flags
