@@ -22,10 +22,10 @@ from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     to_released,
 )
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan, LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from armature.components.robots.policies.molmoact2.processing.batch import Example, collate
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.robots.policies.molmoact2.sampling import Sampler
 from armature.components.robots.policies.settings import ActionMode
 from armature.components.training.ranks import Ranks
 from benchmarks.policy_case import (

@@ -32,9 +32,9 @@ from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.robots.rl.collect import Collector

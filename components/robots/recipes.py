@@ -133,7 +133,7 @@ class TrainVla(Sections):
                 "sections_incomplete",
                 "comparison needs two evaluations: add the section evaluation, or leave comparison out",
             )
-        _refuse_quantization("evaluation", self.evaluation, "policy", self.policy)
+        _refuse_played("evaluation", self.evaluation, "policy", self.policy)
         if self.evaluation is None and self.training.heldout is None:
             raise PydanticCustomError(
                 "nothing_measured",
@@ -224,7 +224,7 @@ class TrainVlaRl(Sections):
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
         for name in ("rollouts", "evaluation"):
-            _refuse_quantization(name, getattr(self, name), "policy", self.policy)
+            _refuse_played(name, getattr(self, name), "policy", self.policy)
         split = TrainerProcesses.of(self.machine).sharding is not None
         if self.rollouts.quantization is not None and self.trainer.mode == "expert" and split:
             raise ValueError(
@@ -239,10 +239,7 @@ class TrainVlaRl(Sections):
 
         Without the section `training` the policy comes from elsewhere, and its own settings define what it can do.
         """
-        if self.policy.family != "molmoact2":
-            raise ValueError(
-                f"policy.family {self.policy.family} cannot be trained by reinforcement learning yet: use train-vla"
-            )
+        self.policy.refuse_unsupported(trainer=self.trainer)
         trained = self.policy.action_mode
         drawn = self.rollouts.inference_action_mode == "continuous" and self.rollouts.likelihood == "flow_sde"
         if self.policy.num_inference_steps == 1 and drawn:
@@ -315,7 +312,7 @@ class LiberoPlayers(Sections):
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
         for place, policy in self.policies().items():
-            _refuse_quantization("evaluation", self.evaluation, place, policy)
+            _refuse_played("evaluation", self.evaluation, place, policy)
         return self
 
     def refuse_sources(self) -> None:
@@ -400,13 +397,14 @@ def _refuse_unnamed(policy: RobotPolicySettings) -> None:
         check_source_name(source, policy.revision, POLICY)
 
 
-def _refuse_quantization(
+def _refuse_played(
     section: str,
     played: LiberoEvaluationSettings | RobotRolloutSettings | None,
     name: str,
-    policy: RobotPolicySettings | None,
+    policy: RobotPolicySettings,
 ) -> None:
-    if played is not None and played.quantization is not None and policy is not None and policy.dtype != "bfloat16":
+    policy.refuse_unsupported(**{section: played})
+    if played is not None and played.quantization is not None and policy.dtype != "bfloat16":
         raise ValueError(
             f"{section}.quantization: 8-bit layers replace bfloat16 layers, but {name}.dtype is {policy.dtype}: set it "
             f"to bfloat16, or leave {section}.quantization out"

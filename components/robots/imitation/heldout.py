@@ -13,7 +13,8 @@ from armature.components.robots.datasets.mixture import Mixture, RobotSample
 from armature.components.robots.imitation.data import Encoder, draw_seed
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import whole_expert
-from armature.components.robots.policies.family import PolicyModel, family
+from armature.components.robots.policies.family import family
+from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from armature.components.robots.imitation.data import PolicyMicroBatch
 from armature.components.robots.imitation.opening import parameter_groups, place
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel
+from armature.components.robots.policies.model import LossDenominators, PolicyLosses, PolicyModel
 from armature.components.training.engine import AppliedUpdate, TrainingEngine, peak_memory_gib
 from armature.components.training.ranks import Ranks
 

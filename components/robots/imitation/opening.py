@@ -20,7 +20,8 @@ from armature.components.models.load import MappedWeights
 from armature.components.models.lora import lora_config, merged_weights
 from armature.components.models.settings import AdapterSettings
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
-from armature.components.robots.policies.family import CheckpointParts, PolicyModel, family
+from armature.components.robots.policies.family import CheckpointParts, family
+from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.settings import Semantics
 from armature.components.training.engine import ParameterGroup

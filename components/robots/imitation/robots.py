@@ -9,7 +9,8 @@ from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource
-from armature.components.robots.policies.family import ModelProcessor, family
+from armature.components.robots.policies.family import family
+from armature.components.robots.policies.model import ModelProcessor
 from armature.components.robots.policies.norm_stats import RobotMetadata, robot_metadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 

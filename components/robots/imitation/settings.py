@@ -170,9 +170,7 @@ class TrainVLASettings(Settings):
                 f"mode expert only trains the action expert, but action_mode {self.policy.action_mode} trains the VLM: "
                 "set policy.action_mode to continuous"
             )
-        unsupported = ("torch_compile", "gradient_checkpointing", "packing")
-        if self.policy.family == "smolvla" and (used := [name for name in unsupported if getattr(self.training, name)]):
-            raise ValueError(f"SmolVLA does not support {', '.join(f'training.{name}' for name in used)}: remove them")
+        self.policy.refuse_unsupported(training=self.training)
         insulated = self.policy.enable_knowledge_insulation and self.policy.action_mode == "continuous"
         if insulated and self.training.mode != "expert":
             raise ValueError(

@@ -25,7 +25,8 @@ from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import OpenedModel, open_model, prepare
 from armature.components.robots.imitation.robots import robots_of
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.family import CheckpointParts, PolicyModel, family
+from armature.components.robots.policies.family import CheckpointParts, family
+from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.training.processes import TrainerProcesses

@@ -6,119 +6,21 @@ time runs from noise (0) to actions (1), as in `flow`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from armature.components.models.source import CHECKPOINT, locate
-from armature.components.robots.policies.flow import FlowConfig, FlowSamples
+from armature.components.robots.policies.flow import FlowConfig
+from armature.components.robots.policies.model import ModelProcessor, SamplingPlan
 from armature.components.robots.policies.norm_stats import RobotMetadata
-from armature.components.robots.policies.settings import RobotPolicySettings, Semantics
+from armature.components.robots.policies.player import FlowPolicy
+from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
 from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
-
-Precision = Literal["float32", "bfloat16"]
-
-
-class LossDenominators(NamedTuple):
-    """Denominators of an update's losses.
-
-    flow: of the flow-matching loss, in the model's own unit: examples in MolmoAct2, numbers of actions in SmolVLA.
-    token_weight: sum of the labeled tokens' weights; 0 if no tokens are trained.
-
-    If every micro-batch uses the denominators of the whole update, the losses of the micro-batches add up to the
-    update's loss.
-    """
-
-    flow: float
-    token_weight: float = 0.0
-
-
-class PolicyLosses(NamedTuple):
-    """Losses of a batch: total = flow + cross_entropy + z, scalars with a gradient; a part that is not trained is 0.
-
-    The per-example losses (E,) have no gradient.
-    The class is a tuple because FSDP finds tensors with gradients only in tuples, lists and dicts.
-    """
-
-    total: Tensor
-    flow: Tensor
-    cross_entropy: Tensor
-    z: Tensor
-    flow_per_example: Tensor
-    cross_entropy_per_example: Tensor
-    z_per_example: Tensor
-
-
-class ModelBatch(Protocol):
-    """Encoded examples of one forward pass."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """Token ids of the rows with padding, (B, L) int64."""
-
-    @property
-    def actions(self) -> Tensor | None:
-        """Normalized actions (E, T, dimensions); None if the batch is for inference, or only tokens are trained."""
-
-    @property
-    def examples(self) -> int:
-        """Number of examples, E."""
-
-    def to(self, device: torch.device) -> Self:
-        """Return the batch on `device`."""
-
-
-class ModelProcessor(Protocol):
-    """Encodes observations of one robot."""
-
-    def encode(self, observation: Any, actions: Any = None, padding: Any = None, where: str = "") -> Any:
-        """Return the example of an observation, and for training of the actions that followed it."""
-
-    def batch(self, examples: Sequence[Any], rows: Sequence[Sequence[int]] | None, multiple: int) -> ModelBatch:
-        """Make a batch with one example in each row, or with the examples whose indices `rows` lists."""
-
-
-class PolicyModel(nn.Module, ABC):
-    """A policy's network with its training losses: a VLM, and an action expert that is trained by flow matching."""
-
-    untrained: tuple[str, ...] = ()
-    """Beginnings of the names of parameters that never get a gradient. They stay frozen and get no adapters."""
-
-    vlm: nn.Module
-    action_expert: nn.Module
-    precision: Precision
-
-    @abstractmethod
-    def embeddings(self, semantics: Semantics) -> list[str]:
-        """Return the names of the parameters that `freeze_embedding` freezes."""
-
-    @abstractmethod
-    def denominators(self, batch: Any, plan: Any) -> LossDenominators:
-        """Return the denominators of the losses of a single batch."""
-
-    @abstractmethod
-    def forward(
-        self, batch: Any, draws: FlowSamples | None, plan: Any, denominators: LossDenominators | None = None
-    ) -> PolicyLosses:
-        """Compute the losses of a batch; without `denominators`, the batch is the whole update.
-
-        Args:
-            plan: The result of `PolicyFamily.loss_plan`.
-        """
-
-    def checkpoint_gradients(self, active: bool) -> None:
-        """Turn activation checkpointing in training on or off."""
-
-    def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
-        """Compile the layers at their first call."""
-
-    def freeze_vlm(self, device: torch.device) -> None:
-        """Prepare for training with a VLM that is frozen from now on."""
 
 
 class CheckpointParts(Protocol):
@@ -136,7 +38,7 @@ class CheckpointParts(Protocol):
     def config(self) -> FlowConfig:
         """The model's configuration."""
 
-    def processor(self, horizon: int | None = None) -> Any:
+    def processor(self, horizon: int | None = None) -> ModelProcessor:
         """Return the processor; with `horizon`, examples have that many actions."""
 
 
@@ -175,17 +77,15 @@ class PolicyFamily(Protocol):
     def loss_plan(self, settings: RobotPolicySettings) -> Any:
         """Return the plan that the model's `forward` takes."""
 
-    def player(
-        self,
-        model: Any,
-        processor: Any,
-        settings: RobotPolicySettings,
-        mode: Literal["continuous", "discrete"],
-        rows: int,
-    ) -> Any:
-        """Return the `RobotPolicy` that predicts with a model."""
+    def sampling_plan(self, settings: RobotPolicySettings, config: Any) -> SamplingPlan:
+        """Return the plan of sampling for a policy's settings and the checkpoint's configuration."""
 
-    def open_policy(self, source: Path, mode: Literal["continuous", "discrete"], rows: int, **options: Any) -> Any:
+    def player(
+        self, model: Any, processor: Any, settings: RobotPolicySettings, mode: InferenceMode, rows: int
+    ) -> FlowPolicy:
+        """Return the policy that predicts with a model."""
+
+    def open_policy(self, source: Path, mode: InferenceMode, rows: int, **options: Any) -> FlowPolicy:
         """Load the policy of an artifact or a checkpoint for inference."""
 
 

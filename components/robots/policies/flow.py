@@ -18,7 +18,11 @@ from armature.components.models.context_parallel import to_device
 
 
 class FlowConfig(Protocol):
-    """Numbers of a policy's configuration: the distribution of `flow_times`, and the width of actions."""
+    """Numbers of a policy's configuration: the distribution of `flow_times`, steps, and the width of actions."""
+
+    @property
+    def flow_matching_num_steps(self) -> int:
+        """Number of denoising steps, where the policy's settings have none."""
 
     @property
     def flow_matching_time_offset(self) -> float:

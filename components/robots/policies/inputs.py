@@ -1,16 +1,35 @@
-"""Checks of observations and actions that every family's processor makes before it encodes them."""
+"""Checks of observations and actions before a family's processor encodes them, and encoding in threads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from armature.components.contracts.errors import DataError
+from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Call `function` for each item in threads and return the results in order; the first error is raised.
+
+    Threads help because encoding is mostly resizing images, which releases the GIL.
+    """
+    return list(_threads().map(function, items)) if len(items) > 1 else [function(item) for item in items]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_cpus(), "encode")
 
 
 def camera_images(observation: RobotObservation, cameras: Sequence[str], where: str) -> list[Any]:

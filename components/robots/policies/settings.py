@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from armature.components.contracts.settings import Settings
 
 ActionMode = Literal["continuous", "discrete", "both"]
+InferenceMode = Literal["continuous", "discrete"]
 Family = Literal["molmoact2", "smolvla"]
 Semantics = Literal["head", "0.6.1", "seed"]
 Quantization = Literal["fp8"]
@@ -20,6 +21,9 @@ OF_MOLMOACT2 = (
     *("softmax_auxiliary_loss_scale", "discrete_loss_token_weighting", "llm_residual_dropout"),
 )
 """Settings that have no effect on other policies, which so keep their defaults."""
+ONLY_MOLMOACT2 = ("torch_compile", "gradient_checkpointing", "packing", "quantization", "inference_action_mode")
+"""Settings of training and playing that other policies do not support, unless they have these values: none, false,
+continuous."""
 Normalization = Literal["quantiles", "mean_std", "identity"]
 Rotation = Literal["axis_angle", "euler_xyz", "quaternion_xyzw", "quaternion_wxyz", "rotation_6d", "none"]
 
@@ -234,6 +238,13 @@ class RobotPolicySettings(Settings):
     def external(self) -> ServedPolicySettings | LeRobotPolicySettings | None:
         """Settings of a policy that another program computes; None for a policy of our own."""
         return self.server or self.lerobot
+
+    def refuse_unsupported(self, **sections: Settings | None) -> None:
+        """Raise ValueError if a section of a recipe asks for what the family does not support."""
+        asked = [(name, key, getattr(each, key, None)) for name, each in sections.items() for key in ONLY_MOLMOACT2]
+        used = [f"{name}.{key}" for name, key, value in asked if value not in (None, False, "continuous")]
+        if self.family != "molmoact2" and used:
+            raise ValueError(f"policy.family {self.family} does not support {', '.join(used)}: leave them out")
 
     @model_validator(mode="after")
     def _family_has_settings(self) -> Self:

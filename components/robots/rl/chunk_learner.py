@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from armature.components.robots.imitation.opening import parameter_groups, place, scheduled
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.rl.loader import ActionChunkBatch, Load, loaded_ahead
 from armature.components.robots.rl.settings import GAE, RobotRLTrainerSettings
 from armature.components.robots.rl.table import ActionChunkSample
@@ -67,7 +67,7 @@ class Update:
     mean_advantage: float
 
 
-class ActionChunkLearner(TrainingEngine[MolmoAct2]):
+class ActionChunkLearner(TrainingEngine[PolicyModel]):
     """Training engine of a robot policy that learns from its own action chunks.
 
     Args:
@@ -78,11 +78,11 @@ class ActionChunkLearner(TrainingEngine[MolmoAct2]):
 
     def __init__(
         self,
-        model: MolmoAct2,
+        model: PolicyModel,
         settings: RobotRLTrainerSettings,
         load: Load,
         ranks: Ranks | None = None,
-        shard: Callable[[MolmoAct2], None] | None = None,
+        shard: Callable[[PolicyModel], None] | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self._load = settings, load

@@ -26,7 +26,7 @@ from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
-from armature.components.robots.policies.molmoact2.policy import FlowChunk, PlainChunk, TokenChunk
+from armature.components.robots.policies.player import FlowChunk, PlainChunk, TokenChunk
 from armature.components.robots.rl.batch import chunk_rewards
 from armature.components.robots.rl.record import ActionChunkRecorder, PredictedChunk, episode_defect
 from armature.components.robots.rl.schedule import answer_seed, episode_ids

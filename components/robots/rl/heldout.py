@@ -17,7 +17,7 @@ from armature.components.robots.evaluation.run import Evaluation
 from armature.components.robots.evaluation.schedule import plan_episodes
 from armature.components.robots.evaluation.settings import TrainLiberoEvaluationSettings
 from armature.components.robots.libero.tasks import LiberoTask
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.policies.player import FlowPolicy
 
 SIGNIFICANT = 0.05
 """Significance level of McNemar's exact test. With a smaller p-value the policy is reported as better or worse than
@@ -52,7 +52,7 @@ class RobotEvaluations(Evaluations):
         self,
         heldout: TrainLiberoEvaluationSettings,
         tasks: Mapping[str, Sequence[LiberoTask]],
-        policy: MolmoAct2Policy,
+        policy: FlowPolicy,
         processes: Sequence[SimulatorClient],
         digests: Mapping[str, str],
         context: StageContext,

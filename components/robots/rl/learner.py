@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.rl.chunk_learner import (
     ANSWERS,
     OF_ANSWERS,
@@ -67,12 +67,12 @@ class RobotRLLearner(ActionChunkLearner):
 
     def __init__(
         self,
-        model: MolmoAct2,
+        model: PolicyModel,
         settings: RobotRLTrainerSettings,
         likelihood: ActionLikelihood,
         load: Load,
         ranks: Ranks | None = None,
-        shard: Callable[[MolmoAct2], None] | None = None,
+        shard: Callable[[PolicyModel], None] | None = None,
     ) -> None:
         self.likelihood, self._chunks = likelihood, settings.ratio == "chunk"
         if isinstance(settings.advantage, GAE) and shard is None:
@@ -131,8 +131,8 @@ class RobotRLLearner(ActionChunkLearner):
         if isinstance(gae := self.settings.advantage, GAE):
             values |= self._value_losses(prediction.states, part, gae)
             loss = loss + gae.value_loss_coef * values["value/loss"].sum() / len(update.samples)
-        values[PADDING] = part.batch.example_ids < 0
-        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), SLOTS: part.batch.example_ids.numel()}
+        values[PADDING] = part.batch.padding
+        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), SLOTS: part.batch.padding.numel()}
         sums = {"loss": loss} | {name: each.sum() for name, each in values.items()}
         return loss, counts | {name: float(each.detach()) for name, each in sums.items()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from armature.components.robots.policies.flow import (
     FlowSamples,
@@ -18,9 +18,8 @@ from armature.components.robots.policies.flow import (
     step_divergences,
     step_logprobs,
 )
-from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, token_logprobs
+from armature.components.robots.policies.model import PolicyModel, SamplingPlan
+from armature.components.robots.policies.sampling import token_logprobs
 from armature.components.robots.rl.loader import ActionChunkBatch, DrawnSteps, FlowLossInputs
 from armature.components.robots.rl.settings import RobotRolloutSettings
 
@@ -42,7 +41,7 @@ class ActionLikelihood(Protocol):
     """Computes log-probs of action chunks, in the way they were sampled.
 
     Example:
-        >>> def chunk_logprobs(likelihood: ActionLikelihood, model: MolmoAct2, part: ActionChunkBatch) -> Tensor:
+        >>> def chunk_logprobs(likelihood: ActionLikelihood, model: PolicyModel, part: ActionChunkBatch) -> Tensor:
         ...     (prediction,) = likelihood.predict(model, part)
         ...     return likelihood.logprobs(prediction, part)
     """
@@ -52,9 +51,7 @@ class ActionLikelihood(Protocol):
         """True if actions are tokens. The value head then reads hidden states of the VLM instead of those of the action
         expert."""
 
-    def predict(
-        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
-    ) -> list[Prediction]:
+    def predict(self, model: PolicyModel, part: ActionChunkBatch, others: Sequence[nn.Module] = ()) -> list[Prediction]:
         """Return the prediction of the model, followed by one prediction for each action expert in `others`.
 
         For the latter, the model's action expert is replaced by the other one.
@@ -74,7 +71,7 @@ class ActionLikelihood(Protocol):
 class FlowLikelihood:
     """Likelihood of chunks that were sampled with one random Flow-SDE step. noise_level: η of that step."""
 
-    plan: InferencePlan
+    plan: SamplingPlan
     noise_level: float
     of_tokens = False
 
@@ -82,15 +79,11 @@ class FlowLikelihood:
     def _sigmas(self) -> Tensor:
         return noise_scales(self.plan.steps, self.noise_level)
 
-    def predict(
-        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
-    ) -> list[Prediction]:
+    def predict(self, model: PolicyModel, part: ActionChunkBatch, others: Sequence[nn.Module] = ()) -> list[Prediction]:
         assert isinstance(part.drawn, DrawnSteps)
-        plan, times = self.plan, part.drawn.step / self.plan.steps
+        times = part.drawn.step.double() / self.plan.steps  # as in sampling, where a family may use all digits
         points = part.drawn.before[:, None]
-        outputs = model.velocities(
-            part.batch, points, times[:, None], plan.bidirectional_images, plan.hides_answers, others
-        )
+        outputs = model.velocities(part.batch, points, times[:, None], self.plan, others)
         return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in outputs]
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
@@ -110,19 +103,15 @@ class FlowLossLikelihood:
     The likelihood covers everything that was sampled for a chunk, including its initial noise.
     """
 
-    plan: InferencePlan
+    plan: SamplingPlan
     of_tokens = False
 
-    def predict(
-        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
-    ) -> list[Prediction]:
+    def predict(self, model: PolicyModel, part: ActionChunkBatch, others: Sequence[nn.Module] = ()) -> list[Prediction]:
         assert isinstance(part.drawn, FlowLossInputs) and not others, "settings refuse a KL term"
         noise, actions = part.drawn
         draws = FlowSamples(midpoints(noise.shape[1], noise.device).expand(len(noise), -1), noise)
-        used = ~part.batch.dimension_padding if self.plan.mask_dimensions else None
-        points, _ = noisy_actions(actions, draws, used)
-        both_ways, hides = self.plan.bidirectional_images, self.plan.hides_answers
-        velocity, states = model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
+        points, _ = noisy_actions(actions, draws, self.plan.dimensions(part.batch)[0])
+        velocity, states = model.velocities(part.batch, points, draws.times, self.plan)[0]
         return [Prediction(velocity, states[:, 0])]
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
@@ -137,15 +126,13 @@ class FlowLossLikelihood:
 class TokenLikelihood:
     """Likelihood of action tokens sampled from softmax(logits / temperature). The action expert is not used."""
 
-    plan: InferencePlan
+    plan: SamplingPlan
     temperature: float
     of_tokens = True
 
-    def predict(
-        self, model: MolmoAct2, part: ActionChunkBatch, others: Sequence[ActionExpert] = ()
-    ) -> list[Prediction]:
+    def predict(self, model: PolicyModel, part: ActionChunkBatch, others: Sequence[nn.Module] = ()) -> list[Prediction]:
         assert not others, "action tokens do not use an action expert, so there is nothing to compare"
-        return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan.bidirectional_images))]
+        return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan))]
 
     def logprobs(self, prediction: Prediction, part: ActionChunkBatch) -> Tensor:
         return token_logprobs(prediction.values, part.batch.input_ids[part.counted], self.temperature)
@@ -154,7 +141,7 @@ class TokenLikelihood:
         raise AssertionError("settings refuse a KL term of action tokens")
 
 
-def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> ActionLikelihood:
+def likelihood_of(settings: RobotRolloutSettings, plan: SamplingPlan) -> ActionLikelihood:
     """Return the likelihood that matches how rollouts with `settings` are sampled."""
     if settings.inference_action_mode == "discrete":
         return TokenLikelihood(plan, settings.temperature)

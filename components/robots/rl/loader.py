@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.data import arranged
 from armature.components.robots.imitation.settings import PackingSettings
-from armature.components.robots.policies.molmoact2.policy import InferenceMode
-from armature.components.robots.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
-from armature.components.robots.policies.molmoact2.processing.processor import Processor, in_threads
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.inputs import in_threads
+from armature.components.robots.policies.model import ModelProcessor, denoising_steps
+from armature.components.robots.policies.settings import InferenceMode
 from armature.components.robots.rl.table import ActionChunkSample, Floats
 
 # --- A batch of action chunks ---
@@ -56,7 +55,7 @@ class CarriedActions(NamedTuple):
 class ActionChunkBatch:
     """E chunks with N counted numbers: those that the policy sampled and that reached the robot.
 
-    batch: the observations; for action tokens followed by the tokens.
+    batch: the observations, a `ModelBatch`; for action tokens followed by the tokens.
     order: index of each chunk in the list of samples, (E,) int64.
     drawn: inputs of the flow-matching likelihood or loss; None for action tokens.
     counted: for continuous actions, the executed numbers of the robot's dimensions, (E, T, D) bool; for action tokens,
@@ -66,7 +65,7 @@ class ActionChunkBatch:
     values, value_targets: values during the rollout and values to learn, (E,) float32; None without a value head.
     """
 
-    batch: PolicyBatch
+    batch: Any
     order: Tensor
     drawn: DrawnSteps | FlowLossInputs | CarriedActions | None
     counted: Tensor
@@ -105,7 +104,7 @@ class ActionChunkLoader:
     kept_bytes: size of the cache of encoded chunks, which saves decoding and encoding them again.
     """
 
-    processor: Processor
+    processor: ModelProcessor
     images: ImageStore
     mode: InferenceMode = "continuous"
     packing: PackingSettings | None = None
@@ -120,7 +119,7 @@ class ActionChunkLoader:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
         examples = in_threads(self._kept, samples)
-        batch, order = arranged(examples, self.packing, self._batch)
+        batch, order = arranged(examples, self.packing, partial(self.processor.batch, multiple=1))
         samples, discrete = [samples[number] for number in order], self.mode == "discrete"
         return ActionChunkBatch(
             batch=batch,
@@ -132,10 +131,6 @@ class ActionChunkLoader:
             values=_column([each.value for each in samples]),
             value_targets=_column([each.value_target for each in samples]),
         )
-
-    def _batch(self, examples: Sequence[Example], rows: Sequence[Sequence[int]] | None) -> PolicyBatch:
-        pad = self.processor.vocabulary.pad
-        return collate(examples, "left", 1, pad) if rows is None else pack(examples, rows, 1, pad)
 
     def refuse(self, samples: Sequence[ActionChunkSample], where: str) -> None:
         """Check that all samples can be trained on.
@@ -162,7 +157,7 @@ class ActionChunkLoader:
                 problem = f"it has {len(each.images)} images of {len(each.cameras)} cameras"
             elif not all(np.isfinite(v).all() for v in _numbers(each)):
                 problem = "a number is not finite"
-            elif not _within(each.tokens, self.processor.config.text_config.vocab_size):
+            elif len(each.tokens) and not self._has_tokens(each.tokens):
                 problem = "the policy does not have its tokens"
             elif lost := self._lost_image(each, sound):
                 problem = lost
@@ -195,7 +190,7 @@ class ActionChunkLoader:
 
     @property
     def _steps(self) -> int:
-        return InferencePlan.of(self.processor.settings, self.processor.config).steps
+        return denoising_steps(self.processor.settings, self.processor.config)
 
     def _sizes(self, sample: ActionChunkSample) -> tuple[int, int, int]:
         """Return the number of values that `before`, `after` and `logprobs` of the sample must have."""
@@ -204,13 +199,19 @@ class ActionChunkLoader:
         points = self.processor.horizon * self.processor.config.max_action_dim
         return points * (self.flow_samples or 1), points, sample.executed * self.processor.action_dimensions
 
+    def _has_tokens(self, tokens: NDArray[np.int32]) -> bool:
+        vocabulary = self.processor.config.text_config.vocab_size if self.mode == "discrete" else 0
+        return bool(0 <= tokens.min() <= tokens.max() < vocabulary)
+
     @cached_property
-    def _kept(self) -> Callable[[ActionChunkSample], Example]:
+    def _kept(self) -> Callable[[ActionChunkSample], Any]:
         return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
-    def _example(self, sample: ActionChunkSample) -> Example:
+    def _example(self, sample: ActionChunkSample) -> Any:
         """Return the sample as an example: its encoded observation, followed by the action tokens if there are any."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
+        if not len(sample.tokens):
+            return seen
         tokens = sample.tokens.astype(np.int64)
         return replace(
             seen,
@@ -270,7 +271,7 @@ def loaded_ahead(load: Load, parts: Sequence[Sequence[ActionChunkSample]]) -> Ge
             yield coming.popleft().result()
 
 
-def _answered(batch: PolicyBatch, samples: Sequence[ActionChunkSample]) -> Tensor:
+def _answered(batch: Any, samples: Sequence[ActionChunkSample]) -> Tensor:
     """Return a mask of the action tokens in the batch, (B, L). They are the last tokens of each example."""
     seen = batch.example_ids >= 0
     lengths = torch.bincount(batch.example_ids[seen])
@@ -284,12 +285,8 @@ def _observed(sample: ActionChunkSample) -> Hashable:
     return seen, sample.state.tobytes(), sample.language, sample.tokens.tobytes()
 
 
-def _bytes(example: Example) -> int:
+def _bytes(example: Any) -> int:
     return sum(value.nbytes for value in vars(example).values() if value is not None)
-
-
-def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:
-    return not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary
 
 
 def _column(values: Sequence[float | None]) -> Tensor | None:

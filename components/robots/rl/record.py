@@ -15,7 +15,7 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.evaluation.episode import Actions, PlayedEpisode
 from armature.components.robots.evaluation.schedule import PlannedEpisode
-from armature.components.robots.policies.molmoact2.policy import FlowChunk, PlainChunk, TokenChunk
+from armature.components.robots.policies.player import FlowChunk, PlainChunk, TokenChunk
 from armature.components.robots.rl.schedule import episode_ids
 from armature.components.robots.rl.table import ActionChunk
 

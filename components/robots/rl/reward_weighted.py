@@ -9,8 +9,7 @@ from hashlib import sha256
 from torch import Tensor
 
 from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.model import PolicyModel, SamplingPlan
 from armature.components.robots.rl.chunk_learner import ANSWERS, PADDING, SLOTS, ActionChunkLearner, Update
 from armature.components.robots.rl.loader import ActionChunkBatch, CarriedActions, Load
 from armature.components.robots.rl.settings import RewardWeighted, RobotRLTrainerSettings
@@ -27,19 +26,19 @@ class RewardWeightedLearner(ActionChunkLearner):
     times and noises that are sampled again for each chunk and update.
 
     Args:
-        plan: how the model sees images and previous answers.
+        plan: how the model sees an observation, and the dimensions of actions.
         flow_timesteps: number of (time, noise) pairs per chunk and update.
     """
 
     def __init__(
         self,
-        model: MolmoAct2,
+        model: PolicyModel,
         settings: RobotRLTrainerSettings,
-        plan: InferencePlan,
+        plan: SamplingPlan,
         flow_timesteps: int,
         load: Load,
         ranks: Ranks | None = None,
-        shard: Callable[[MolmoAct2], None] | None = None,
+        shard: Callable[[PolicyModel], None] | None = None,
     ) -> None:
         self._plan, self._flow_timesteps = plan, flow_timesteps
         super().__init__(model, settings, load, ranks, shard)
@@ -49,17 +48,16 @@ class RewardWeightedLearner(ActionChunkLearner):
     ) -> tuple[Tensor, dict[str, float]]:
         assert isinstance(part.drawn, CarriedActions)
         (actions,), plan, config = part.drawn, self._plan, self.model.config
-        used = ~part.batch.dimension_padding if plan.mask_dimensions else None
+        noisy, judged = plan.dimensions(part.batch)
         seeds = [draw_seed(self.settings.seed, update, samples[index]) for index in part.order.tolist()]
         draws = FlowSamples.per_example(seeds, self._flow_timesteps, actions.shape[1], config).to(actions.device)
-        points, target = noisy_actions(actions, draws, used)
-        both_ways, hides = plan.bidirectional_images, plan.hides_answers
-        velocity, _ = self.model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
-        errors = flow_errors(velocity, target, part.counted.any(-1), used)
+        points, target = noisy_actions(actions, draws, noisy)
+        velocity, _ = self.model.velocities(part.batch, points, draws.times, plan)[0]
+        errors = flow_errors(velocity, target, part.counted.any(-1), judged)
         loss = (part.advantages * errors).sum() / (update.mean_advantage * len(update.samples))
-        padding = (part.batch.example_ids < 0).sum()
-        counts = {ANSWERS: len(errors), SLOTS: part.batch.example_ids.numel()}
-        return loss, counts | {"loss": float(loss.detach()), PADDING: float(padding)}
+        padding = part.batch.padding
+        counts = {ANSWERS: len(errors), SLOTS: padding.numel()}
+        return loss, counts | {"loss": float(loss.detach()), PADDING: float(padding.sum())}
 
     def _apply(self, update: Update) -> AppliedUpdate:
         """Apply the update. Its learning rate is the value of the run's schedule times the warm-up within the step.

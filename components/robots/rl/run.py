@@ -16,7 +16,7 @@ from armature.components.contracts.stages import Artifact, StageContext
 from armature.components.rl.base import TrainingRun
 from armature.components.rl.loop import LoopPlan
 from armature.components.robots.libero.tasks import LiberoTask
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
+from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.rl.batch import build_batch, differing_groups
 from armature.components.robots.rl.client import RobotRLTrainerClient
 from armature.components.robots.rl.collect import Collector
@@ -54,7 +54,7 @@ class RobotRLRun(TrainingRun):
         settings: TrainVLARLSettings,
         context: StageContext,
         store: ArtifactStore,
-        policy: MolmoAct2Policy,
+        policy: FlowPolicy,
         tasks: Sequence[LiberoTask],
         collector: Collector,
         trainer: RobotRLTrainerClient,

@@ -8,9 +8,7 @@ from typing import Any
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.imitation.opening import open_model, prepare
-from armature.components.robots.policies.molmoact2.checkpoints.parts import load_parts
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.family import family_at
 from armature.components.robots.rl.chunk_learner import ActionChunkLearner
 from armature.components.robots.rl.client import RobotRLTraining
 from armature.components.robots.rl.learner import RobotRLLearner
@@ -36,7 +34,8 @@ class RobotRLWorker(ServiceWorker):
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         training = RobotRLTraining.model_validate(settings.training)
-        trainer, self._parts = training.trainer, load_parts(training.policy)
+        trainer, kind = training.trainer, family_at(training.policy)
+        self._parts = kind.load_parts(training.policy)
         if settings.processes.sharding and trainer.kl_coefficient:
             raise ConfigurationError(
                 "a trainer that shards the policy over ranks keeps no copy of the initial policy",
@@ -61,10 +60,10 @@ class RobotRLWorker(ServiceWorker):
                 where="rollouts.quantization, machine.trainer.sharding",
                 remedy="train on one GPU, or leave rollouts.quantization out",
             )
-        plan = InferencePlan.of(policy, self._parts.config)
+        plan = kind.sampling_plan(policy, self._parts.config)
         of_tokens = training.rollouts.inference_action_mode == "discrete"
 
-        def initialize(model: MolmoAct2) -> None:
+        def initialize(model: Any) -> None:
             prepare(model, trainer, policy.semantics)
             if quantization is not None:
                 model.quantize_text("rollouts.quantization")

@@ -19,7 +19,8 @@ from armature.components.contracts.stages import Artifact
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
-from armature.components.robots.policies.molmoact2.policy import FlowChunk, TokenChunk, open_policy
+from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.player import FlowChunk, TokenChunk
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import CollectedEpisodes, Collector, RolloutPolicy
 from armature.components.robots.rl.schedule import plan_step

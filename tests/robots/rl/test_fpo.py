@@ -12,7 +12,7 @@ import torch
 from armature.components.artifacts.images import ImageStore
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.rl.chunk_learner import Update
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLossLikelihood
@@ -107,9 +107,8 @@ def test_gradient_equals_advantage_weighted_flow_matching(
             t = (number + 0.5) / SAMPLES
             point = (1 - t) * noise[number] + t * actions
             point = point * ~alone.batch.dimension_padding if plan.mask_dimensions else point
-            both, hides = plan.bidirectional_images, plan.hides_answers
             time = torch.tensor([[t]])
-            velocity = trainer.model.velocities(alone.batch, point[None, None], time, both, hides)[0][0][0, 0]
+            velocity = trainer.model.velocities(alone.batch, point[None, None], time, plan)[0][0][0, 0]
             errors = (velocity - actions + noise[number])[: sample.executed, :dimensions].square().sum()
             total = total + sample.advantage * errors / SAMPLES / len(samples)
     for one, other in zip(gradients, torch.autograd.grad(total, parameters), strict=True):

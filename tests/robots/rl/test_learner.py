@@ -19,8 +19,8 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import DataError
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLikelihood

@@ -21,10 +21,9 @@ from armature.components.contracts.stages import Artifact
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan, LossPlan
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.batch import collate
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.chunk_learner import Update
 from armature.components.robots.rl.loader import ActionChunkLoader
@@ -147,9 +146,7 @@ def test_gradient_equals_weighted_imitation(
             t = draws.times[0][:, None, None]
             points = (1 - t) * noise + t * batch.actions[0] if plan.mask_dimensions else None
             assert points is not None
-            velocity = trainer.model.velocities(
-                batch, points[None], draws.times, plan.bidirectional_images, plan.hides_answers
-            )[0][0][0]
+            velocity = trainer.model.velocities(batch, points[None], draws.times, plan)[0][0][0]
             wrong = (velocity - (batch.actions[0] - noise))[:, : each.executed, used].square()
             error = wrong.sum() / (FLOW_TIMESTEPS * processor.chunk * used.sum())
         total = total + each.advantage * error

@@ -20,10 +20,11 @@ from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.libero.settings import SimulatorSettings
 from armature.components.robots.policies.molmoact2 import policy
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
 from armature.components.robots.policies.molmoact2.processing.batch import collate
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, TokenSampler
+from armature.components.robots.policies.molmoact2.sampling import TokenSampler
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner

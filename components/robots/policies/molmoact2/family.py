@@ -14,7 +14,7 @@ from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import
 )
 from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan, LossPlan
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from armature.components.robots.policies.norm_stats import norm_stats
 
@@ -29,7 +29,7 @@ __all__ = [
     "save_policy",
 ]
 
-loss_plan, player = LossPlan.of, MolmoAct2Policy
+loss_plan, sampling_plan, player = LossPlan.of, InferencePlan.of, MolmoAct2Policy
 
 
 def with_horizon(parts: PolicyParts, horizon: int) -> PolicyParts:

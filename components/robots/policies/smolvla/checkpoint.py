@@ -39,8 +39,16 @@ from armature.components.robots.policies.source import (
     self_contained,
     write_settings,
 )
+from armature.components.robots.policies.tensors import (
+    SINGLE,
+    VALUE_HEAD,
+    TensorFiles,
+    load_value_head,
+    refuse_others,
+    save_value_head,
+)
 
-VLM, WEIGHTS = "vlm", "model.safetensors"
+VLM = "vlm"
 IMAGE_SHAPE = [3, 256, 256]  # declared shape of a camera; images of any shape are fitted
 BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER, UNNORMALIZER, RENAMING = "normalizer_processor", "unnormalizer_processor", "rename_observations_processor"
@@ -194,33 +202,24 @@ def load_model(source: str | Path, parts: SmolVLAParts, device: str | torch.devi
     with torch.device("meta"):
         model = SmolVLA(parts.config, parts.vlm, parts.settings.dtype).eval()
     model.to_empty(device=device)
-    state = model.state_dict()
-    for name, tensor in _weights(model, locate(source, parts.settings.revision, POLICY)).items():
-        state[name].copy_(tensor)
+    fill_model(model, locate(source, parts.settings.revision, POLICY))
     return model
 
 
-def _weights(model: SmolVLA, folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint under their names in `SmolVLA`."""
-    file = folder / WEIGHTS
-    with foreign("the weights cannot be read", where=str(file), remedy="use a checkpoint that LeRobot saved"):
-        tensors = load_file(file)
-    expected = {lerobot_name(name): (name, value.shape) for name, value in model.state_dict().items()}
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
-    problems += [
-        f"{name} has the shape {list(value.shape)}, not {list(expected[name][1])}"
-        for name, value in tensors.items()
-        if name in expected and value.shape != expected[name][1]
-    ]
-    if problems:
-        raise DataError(
-            f"{len(problems)} weights do not fit config.json: {'; '.join(problems[:3])}",
-            code="weights_mismatch",
-            where=str(file),
-            remedy="use a complete checkpoint with the configuration that it was trained with",
-        )
-    return {expected[name][0]: tensor for name, tensor in tensors.items()}
+@torch.no_grad()
+def fill_model(model: SmolVLA, folder: Path) -> None:
+    """Copy the weights of a checkpoint into a model, in place, including its value head if it has one.
+
+    Raises:
+        DataError: a weight is missing, unknown, or has another shape.
+    """
+    state = model.state_dict().items()
+    expected = {lerobot_name(name): value for name, value in state if not name.startswith(VALUE_HEAD)}
+    with TensorFiles(folder) as files:
+        refuse_others(expected, files, str(folder))
+        for name, value in expected.items():
+            value.copy_(files[name])
+    load_value_head(model, folder)
 
 
 def lerobot_name(name: str) -> str:
@@ -241,7 +240,9 @@ def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]
         weights: Complete state dict of `SmolVLA`, with adapters merged; it is written in its dtypes.
     """
     with new_checkpoint_folder(folder) as new:
-        save_file({lerobot_name(name): value.cpu().contiguous() for name, value in weights.items()}, new / WEIGHTS)
+        policy = {name: value for name, value in weights.items() if not name.startswith(VALUE_HEAD)}
+        save_file({lerobot_name(name): value.cpu().contiguous() for name, value in policy.items()}, new / SINGLE)
+        save_value_head(new, weights)
         _write(new / CONFIG, parts.config.model_dump(mode="json"))
         shutil.copytree(parts.files, new / VLM, ignore=shutil.ignore_patterns("*.safetensors"))
         if parts.robot is not None:

@@ -92,6 +92,11 @@ class SmolVLAConfig(BaseModel):
         images = (name for name, feature in self.input_features.items() if feature.type == "VISUAL")
         return tuple(name for name in images if not name.startswith(EMPTY_CAMERA))
 
+    @property
+    def flow_matching_num_steps(self) -> int:
+        """Number of denoising steps."""
+        return self.num_steps
+
     def attends_itself(self, layer: int) -> bool:
         """Return True if actions attend to each other in an expert layer; in other layers only to the VLM's tokens."""
         every = self.self_attn_every_n_layers

@@ -14,11 +14,11 @@ from armature.components.robots.policies.smolvla.checkpoint import (
     make_tiny_policy,
     save_policy,
 )
-from armature.components.robots.policies.smolvla.policy import SmolVLAPolicy, open_policy
+from armature.components.robots.policies.smolvla.policy import SmolVLAPlan, SmolVLAPolicy, open_policy
 
 __all__ = ["export_lerobot", "load_model", "load_parts", "make_tiny_policy", "open_policy", "save_policy"]
 
-player = SmolVLAPolicy
+player, sampling_plan = SmolVLAPolicy, SmolVLAPlan.of
 
 
 def loss_plan(settings: RobotPolicySettings) -> None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
 
-from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel, Precision
 from armature.components.robots.policies.flow import FlowSamples, noisy_actions
+from armature.components.robots.policies.model import LossDenominators, PolicyLosses, PolicyModel, Precision
 from armature.components.robots.policies.settings import Semantics
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 from armature.components.robots.policies.smolvla.processor import SmolVLABatch
@@ -69,8 +69,11 @@ class SmolVLAExpert(nn.Module):
         self.action_time_mlp_out = nn.Linear(hidden, hidden)
         self.config = config
 
-    def velocity(self, points: Tensor, times: Tensor, prefix: Prefix) -> Tensor:
-        """Return the velocity towards the actions at points (N, T, max_action_dim) and times (N,) float64."""
+    def velocity(self, points: Tensor, times: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
+        """Return the velocity towards the actions at points (N, T, max_action_dim) and times (N,), and the last states.
+
+        The states (N, T, hidden) are the inputs of the output layer.
+        """
         x, (rows, count) = self._embedded(points, times), points.shape[:2]
         steps = torch.arange(count, device=points.device)
         before = prefix.seen[:, None].expand(-1, count, -1)
@@ -89,7 +92,8 @@ class SmolVLAExpert(nn.Module):
                 keys = attention.k_proj(keys.flatten(2)).view_as(keys)
                 values = attention.v_proj(values.flatten(2)).view_as(values)
             x = finished(layer, x, attended(queries, keys, values, mask))
-        return -self.action_out_proj(self.lm_expert.norm(x).float())  # LeRobot's time, and so its velocity, is reversed
+        states = self.lm_expert.norm(x)
+        return -self.action_out_proj(states.float()), states  # LeRobot's time, and so its velocity, is reversed
 
     def _embedded(self, points: Tensor, times: Tensor) -> Tensor:
         """Return the input of the first layer, (N, T, hidden), from noisy actions and the waves of their time."""
@@ -106,6 +110,7 @@ class SmolVLA(PolicyModel):
 
     vlm: SmolVLMForConditionalGeneration
     action_expert: SmolVLAExpert
+    config: SmolVLAConfig
 
     def __init__(self, config: SmolVLAConfig, vlm: SmolVLMConfig, dtype: Precision = "float32") -> None:
         """Make a model with random weights.
@@ -143,10 +148,8 @@ class SmolVLA(PolicyModel):
         """Compute the flow-matching loss of a batch: the mean of squared errors over steps that are not padded."""
         assert batch.actions is not None and batch.valid is not None and draws is not None
         points, target = noisy_actions(batch.actions, draws, None)
-        with self.autocast(batch.state.device):
-            prefix = self.encode(batch).repeated(points.shape[1])
-            velocity = self.action_expert.velocity(points.flatten(0, 1), draws.times.flatten(), prefix)
-        squares = (velocity.float().unflatten(0, points.shape[:2]) - target)[..., : batch.action_dimensions].square()
+        ((velocity, _),) = self.velocities(batch, points, draws.times, plan)
+        squares = (velocity.float() - target)[..., : batch.action_dimensions].square()
         sums = (squares.mean(1).sum(-1) * batch.valid).sum(-1)
         flow = sums.sum() / max((denominators or self.denominators(batch, plan)).flow, 1.0)
         counts = (batch.valid.sum(-1) * batch.action_dimensions).clamp(min=1)
@@ -154,18 +157,30 @@ class SmolVLA(PolicyModel):
         nothing = zero.expand(len(sums))
         return PolicyLosses(flow, flow, zero, zero, (sums / counts).detach(), nothing, nothing)
 
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """Return the autocast context that the whole model computes in."""
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+    def velocities(
+        self, batch: SmolVLABatch, points: Tensor, times: Tensor, plan: object, others: Sequence[SmolVLAExpert] = ()
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Compute velocities with gradients; see `PolicyModel.velocities`."""
+        outputs = []
+        with self.autocast(batch.state.device):
+            for expert in (self.action_expert, *others):  # each has its own projection of the state, so its own prefix
+                prefix = self.encode(batch, expert).repeated(times.shape[1])
+                velocity, states = expert.velocity(points.flatten(0, 1), times.flatten(), prefix)
+                outputs.append((velocity.unflatten(0, times.shape), states.unflatten(0, times.shape)))
+        return outputs
 
-    def encode(self, batch: SmolVLABatch) -> Prefix:
-        """Run the VLM on images, text and state."""
+    def states_width(self, of_tokens: bool) -> int:
+        """Return the width of the action expert's states."""
+        return self.action_expert.action_out_proj.in_features
+
+    def encode(self, batch: SmolVLABatch, expert: SmolVLAExpert) -> Prefix:
+        """Run the VLM on images, text and state, which `expert` projects."""
         body = self.vlm.model
         text = body.text_model
         images = batch.images.to(body.vision_model.dtype).flatten(0, 1)
         hidden = body.connector(body.vision_model(pixel_values=images).last_hidden_state)
         hidden = hidden.unflatten(0, batch.images.shape[:2]).flatten(1, 2)
-        words, state = text.embed_tokens(batch.input_ids), self.action_expert.state_proj(batch.state)[:, None]
+        words, state = text.embed_tokens(batch.input_ids), expert.state_proj(batch.state)[:, None]
         scale = math.sqrt(words.shape[-1])
         x = torch.cat([hidden * scale, words * scale, state.to(words.dtype)], 1)
         always = torch.ones_like(batch.seen[:, :1])
@@ -181,17 +196,6 @@ class SmolVLA(PolicyModel):
             if len(cache) < len(text.layers):
                 x = finished(layer, x, attended(queries, keys, values, mask))
         return Prefix(cache, seen)
-
-    @torch.no_grad()
-    def sample(self, batch: SmolVLABatch, noise: Tensor, steps: int) -> Tensor:
-        """Return normalized actions (N, T, max_action_dim) by Euler steps from noise."""
-        x = noise
-        with self.autocast(noise.device):
-            prefix = self.encode(batch)
-            for step in range(steps):
-                times = torch.full((len(x),), step / steps, dtype=torch.float64, device=x.device)
-                x = x + self.action_expert.velocity(x, times, prefix).to(x.dtype) / steps
-        return x
 
 
 def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

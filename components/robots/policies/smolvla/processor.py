@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
+from armature.components.robots.policies.model import ModelBatch
 from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
@@ -44,14 +45,14 @@ class SmolVLAExample:
 
 
 @dataclass(frozen=True)
-class SmolVLABatch:
+class SmolVLABatch(ModelBatch):
     """Examples as tensors, with text padded on the right. seen: (B, L) bool, False for padding of the text."""
 
-    input_ids: Tensor
+    OBSERVED = ("input_ids", "seen", "images", "state")
+
     seen: Tensor
     images: Tensor
     state: Tensor
-    actions: Tensor | None
     valid: Tensor | None
     action_dimensions: int
 
@@ -60,12 +61,10 @@ class SmolVLABatch:
         """Number of examples."""
         return len(self.state)
 
-    def to(self, device: torch.device) -> SmolVLABatch:
-        """Return the batch on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+    @property
+    def padding(self) -> Tensor:
+        """Mask of the text, (B, L) bool, True for padding."""
+        return ~self.seen
 
 
 class SmolVLAProcessor:
@@ -82,7 +81,7 @@ class SmolVLAProcessor:
             ConfigurationError: the robot has no cameras or more dimensions than the model, or its statistics do not fit
                 the normalization.
         """
-        self.config, self.tokenizer, self.pad_id = config, tokenizer, pad_id
+        self.config, self.tokenizer, self.settings, self.pad_id = config, tokenizer, settings, pad_id
         self.cameras = settings.image_keys or robot.camera_keys
         self.horizon = settings.chunk_size
         self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, True)
@@ -164,7 +163,7 @@ class SmolVLAProcessor:
             values = [getattr(example, name) for example in examples]
             stacked[name] = None if values[0] is None else torch.from_numpy(np.stack(values))
         seen = torch.from_numpy(np.arange(width) < lengths)
-        return SmolVLABatch(torch.from_numpy(ids), seen, **stacked, action_dimensions=self.action_dimensions)
+        return SmolVLABatch(torch.from_numpy(ids), seen=seen, **stacked, action_dimensions=self.action_dimensions)
 
     def decode(self, chunks: Floats) -> Floats:
         """Return actions (N, T, dimensions) in the dataset's units from predictions (N, T, max_action_dim)."""

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armature.components.robots.policies.molmoact2.modeling.layers import attention_mask, context_index, context_mask
-from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan, LossPlan
 from tests.robots.policies.molmoact2.examples import ACTION_END, ACTION_START, CONFIG, EOS, as_batch, make_examples
 from tests.robots.policies.plain import policy_settings
 

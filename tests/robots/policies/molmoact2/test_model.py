@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
-from armature.components.robots.policies.family import LossDenominators
 from armature.components.robots.policies.flow import FlowSamples
+from armature.components.robots.policies.model import LossDenominators
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from armature.components.robots.policies.molmoact2.modeling.vlm import VisionMLP, normalized
@@ -277,7 +277,7 @@ def test_frozen_vlm_has_the_same_losses_gradients_and_velocities(both: bool) -> 
     assert expected.keys() == actual.keys()
     assert all(torch.equal(value, actual[name]) for name, value in expected.items())
     assert torch.equal(plain(batch, draws, plan).flow_per_example, frozen(batch, draws, plan).flow_per_example)
-    velocities = [m.velocities(batch, draws.noise, draws.times, both, False)[0][0] for m in (plain, frozen)]
+    velocities = [m.velocities(batch, draws.noise, draws.times, plan)[0][0] for m in (plain, frozen)]
     assert torch.equal(*velocities)
 
 

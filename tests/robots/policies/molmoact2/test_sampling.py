@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from armature.components.robots.policies.molmoact2 import sampling
+from armature.components.robots.policies import sampling
+from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.processing.batch import Example
-from armature.components.robots.policies.molmoact2.sampling import InferencePlan, Sampler
+from armature.components.robots.policies.molmoact2.sampling import Sampler
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import reference
 from tests.robots.policies.molmoact2.examples import (

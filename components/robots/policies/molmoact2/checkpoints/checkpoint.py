@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from armature.components.artifacts.tensors import new_checkpoint_folder
@@ -35,9 +34,6 @@ from armature.components.robots.policies.molmoact2.checkpoints.parts import (
 )
 from armature.components.robots.policies.molmoact2.checkpoints.weights import (
     SHARD_BYTES,
-    VALUE_HEAD,
-    TensorFiles,
-    load_value_head,
     load_weights,
     read_weights,
     write_released,
@@ -53,8 +49,8 @@ from armature.components.robots.policies.norm_stats import (
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY, self_contained, write_settings
+from armature.components.robots.policies.tensors import TensorFiles, load_value_head, save_value_head
 
-VALUE_HEAD_FILE = "value_head.safetensors"
 TRAINED_TAG = "trained"
 """Tag under which a dataset's statistics are saved if the settings have no norm_tag."""
 RELEASED = "allenai/MolmoAct2"
@@ -160,9 +156,7 @@ def fill_model(model: MolmoAct2, folder: Path) -> None:
     for module in model.modules():
         if isinstance(module, FP8Linear):
             module.quantize()
-    if model.value_head is not None:
-        with TensorFiles(folder, VALUE_HEAD_FILE) as files:
-            load_value_head(model.value_head, files, str(folder / VALUE_HEAD_FILE))
+    load_value_head(model, folder)
 
 
 def save_policy(
@@ -171,14 +165,11 @@ def save_policy(
     """Write a self-contained checkpoint in the released layout, atomically: if it fails, the previous one stays.
 
     Args:
-        weights: Complete state dict of `MolmoAct2`, with adapters merged; it is written in its dtypes. The weights of a
-            value head are written to a file of their own, because only further training needs them.
+        weights: Complete state dict of `MolmoAct2`, with adapters merged; it is written in its dtypes.
     """
-    head = {name: tensor.cpu() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)}
     with new_checkpoint_folder(folder) as new:
         write_parts(new, parts)
-        if head:
-            save_file(head, new / VALUE_HEAD_FILE)
+        save_value_head(new, weights)
         write_released(new, weights, parts.config.molmo2(), shard_bytes=shard_bytes)
     return folder
 

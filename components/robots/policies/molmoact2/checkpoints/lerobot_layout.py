@@ -20,7 +20,6 @@ from torch import Tensor
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import bare_name
 from armature.components.models.source import locate
-from armature.components.robots.policies.molmoact2.checkpoints.weights import TensorFiles
 from armature.components.robots.policies.norm_stats import (
     ACTION,
     STATE,
@@ -30,6 +29,7 @@ from armature.components.robots.policies.norm_stats import (
 )
 from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
 from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
+from armature.components.robots.policies.tensors import TensorFiles
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"

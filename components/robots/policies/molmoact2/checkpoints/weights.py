@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from armature.components.artifacts.tensors import INDEX, open_tensors, shard_names
+from armature.components.artifacts.tensors import INDEX
 from armature.components.contracts.errors import DataError
 from armature.components.models.molmo2 import from_hub, to_hub
+from armature.components.robots.policies.tensors import SINGLE, VALUE_HEAD, Tensors, refuse_others
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config
 
-VLM, EXPERT, VALUE_HEAD = "vlm.", "action_expert.", "value_head."
+VLM, EXPERT = "vlm.", "action_expert."
 FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
-SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
-LISTED = 3  # number of names in an error message
 _EMBEDDINGS = {
     f"{VLM}model.language_model.embed_tokens.{part}": f"model.transformer.wte.{part}"
     for part in ("embedding", "new_embedding")
@@ -36,20 +34,6 @@ _EMBEDDINGS = {
 `to_hub` cannot convert these names, because transformers' Molmo2 has a single embedding table.
 """
 _RELEASED_EMBEDDINGS = {released: name for name, released in _EMBEDDINGS.items()}
-
-
-class Tensors(Protocol):
-    """Lazily read tensors of a checkpoint, under their released names."""
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading the tensor."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor."""
 
 
 def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
@@ -117,7 +101,7 @@ def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
     state = model.state_dict()
     expected = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
     expected[FREQUENCIES] = frequencies(config)
-    _refuse_others(expected, tensors, where)
+    refuse_others(expected, tensors, where)
     if not torch.allclose(tensors[FREQUENCIES].float(), expected.pop(FREQUENCIES), rtol=1e-2):
         raise DataError(
             "the rotary frequencies do not match text_config.rope_theta",
@@ -127,67 +111,6 @@ def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
         )
     for released in expected:
         yield from from_released({released: tensors[released]}, config).items()
-
-
-@torch.no_grad()
-def load_value_head(head: nn.Module, tensors: Tensors, where: str) -> None:
-    """Copy the weights of a value head into `head`.
-
-    Raises:
-        DataError: a weight is missing, unknown, or has another shape.
-    """
-    state = {VALUE_HEAD + name: tensor for name, tensor in head.state_dict().items()}
-    _refuse_others(state, tensors, where)
-    for name, tensor in state.items():
-        tensor.copy_(tensors[name])
-
-
-class TensorFiles:
-    """Tensors of a folder with the safetensors file `single`, or with shards and their index; a context manager.
-
-    Raises:
-        DataError: there is no such file, or the index and the shards disagree.
-    """
-
-    def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        self._folder, self._stack = folder, ExitStack()
-        index = folder / INDEX
-        if single == SINGLE and index.is_file():
-            self._files = shard_names(index)
-        elif (folder / single).is_file():
-            with open_tensors(folder / single, "pt") as file:
-                self._files = dict.fromkeys(file.keys(), single)
-        else:
-            raise DataError(
-                f"the folder has neither {single} nor {INDEX}",
-                code="safetensors_missing",
-                where=str(folder),
-                remedy="use a folder with a policy's safetensors",
-            )
-
-    def __enter__(self) -> Self:
-        self._open: dict[str, Any] = {}
-        for shard in sorted(set(self._files.values())):
-            self._open[shard] = self._stack.enter_context(open_tensors(self._folder / shard, "pt"))
-            listed = {name for name, file in self._files.items() if file == shard}
-            _refuse("index and shard disagree about", sorted(listed ^ set(self._open[shard].keys())), str(self._folder))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading the tensor."""
-        return tuple(self._open[self._files[name]].get_slice(name).get_shape())
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._open[self._files[name]].get_tensor(name)
-        return tensor
 
 
 def write_released(
@@ -240,31 +163,3 @@ def _released_tensor(name: str, planned: Tensor, state: Mapping[str, Tensor], co
         return planned
     parts = from_released({name: planned}, config)
     return to_released({part: state[part].detach().cpu() for part in parts}, config)[name].contiguous()
-
-
-def _refuse_others(expected: Mapping[str, Tensor], tensors: Tensors, where: str) -> None:
-    _refuse("the checkpoint lacks weights", sorted(expected.keys() - tensors.names), where)
-    _refuse(
-        "the checkpoint has weights that do not belong to its config.json",
-        sorted(tensors.names - expected.keys()),
-        where,
-    )
-    for name, tensor in expected.items():
-        if tuple(tensor.shape) != tensors.shape(name):
-            raise DataError(
-                f"{name} has the shape {tensors.shape(name)}, config.json requires {tuple(tensor.shape)}",
-                code="weights_mismatch",
-                where=where,
-                remedy="use weights that belong to this config.json",
-            )
-
-
-def _refuse(what: str, names: list[str], where: str = "") -> None:
-    if names:
-        shown = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-        raise DataError(
-            f"{what}: {shown}",
-            code="weights_mismatch",
-            where=where,
-            remedy="use a complete checkpoint of a regular MolmoAct2",
-        )

@@ -49,38 +49,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-class ValueHead(nn.Module):
-    """Estimates the return that follows an observation: V = MLP(mean over the chunk of rms(states)), in float32.
-
-    The states are the action expert's last states. A policy that predicts action tokens uses the VLM's state of the
-    prompt's last token instead.
-
-    The states are detached, so training the value head never changes the policy. A new value head returns 0.
-
-    Args:
-        size: Width of the states and of the two hidden layers.
-        seed: Seed of the weights.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(size, size), nn.SiLU(), nn.Linear(size, size), nn.SiLU(), nn.Linear(size, 1)
-        )
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers:
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight, generator=generator)
-                nn.init.zeros_(layer.bias)
-        nn.init.zeros_(self.layers[-1].weight)  # type: ignore[arg-type]
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Return values (N,) float32 for states (N, T, hidden)."""
-        with torch.autocast(states.device.type, enabled=False):
-            y: Tensor = self.layers(rms(precise(states.detach())).mean(1))
-        return y.squeeze(-1)
-
-
 # --- Attention masks ---
 
 

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from armature.components.robots.policies.molmoact2.configuration import SEMANTICS
+from armature.components.robots.policies.model import denoising_steps
+from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.batch import IGNORED, PolicyBatch
 from armature.components.robots.policies.settings import ActionMode, RobotPolicySettings
 
@@ -59,6 +60,36 @@ class LossPlan:
     def discrete(self) -> bool:
         """True if the losses of action tokens are computed."""
         return self.action_mode != "continuous"
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """Attention masks to use at inference, and the number of Euler steps.
+
+    bidirectional_images, hides_answers, mask_dimensions: see `LossPlan`.
+    """
+
+    bidirectional_images: bool
+    hides_answers: bool
+    mask_dimensions: bool
+    steps: int
+
+    @classmethod
+    def of(cls, settings: RobotPolicySettings, config: MolmoAct2Config) -> InferencePlan:
+        """Return the plan for a policy's settings; the checkpoint's configuration fills in the number of steps."""
+        semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
+        both_ways = settings.image_attention_at_inference == "bidirectional"
+        return cls(
+            bidirectional_images=both_ways or mode in semantics.bidirectional_images,
+            hides_answers=mode in semantics.hides_answers,
+            mask_dimensions=settings.mask_action_dim_padding,
+            steps=denoising_steps(settings, config),
+        )
+
+    def dimensions(self, batch: PolicyBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Return the robot's dimensions twice, (E, D), or None twice; see `SamplingPlan`."""
+        used = ~batch.dimension_padding if self.mask_dimensions else None
+        return used, used
 
 
 @dataclass(frozen=True)

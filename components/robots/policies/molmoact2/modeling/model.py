@@ -13,21 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
 from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
-from armature.components.robots.policies.family import LossDenominators, PolicyLosses, PolicyModel, Precision
 from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
+from armature.components.robots.policies.graphs import GraphedFunction
+from armature.components.robots.policies.model import LossDenominators, PolicyLosses, PolicyModel, Precision
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, BlockInputs, ExpertBlock
-from armature.components.robots.policies.molmoact2.modeling.graphs import GraphedFunction
 from armature.components.robots.policies.molmoact2.modeling.layers import (
     ContextIndex,
     RMSNorm,
-    ValueHead,
     attention_mask,
     context_index,
     context_mask,
 )
 from armature.components.robots.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
+    InferencePlan,
     LabeledTokens,
     LossPlan,
     discrete_loss,
@@ -50,7 +50,7 @@ class MolmoAct2(PolicyModel):
 
     Modules of `vlm` are named as in transformers' Molmo2, and modules of `action_expert` as in released checkpoints.
     There are no buffers before `quantize_text`, so a model built on the meta device is complete once its parameters are
-    loaded. `value_head` is only used by reinforcement learning and is not part of a released checkpoint.
+    loaded.
 
     Example:
         >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
@@ -62,6 +62,7 @@ class MolmoAct2(PolicyModel):
 
     vlm: Molmo2Backbone
     action_expert: ActionExpert
+    config: MolmoAct2Config
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
         """Make a model with random weights.
@@ -75,7 +76,6 @@ class MolmoAct2(PolicyModel):
         self.config, self.precision = config, dtype
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
-        self.value_head: ValueHead | None = None
         self.call = call
         self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
@@ -96,17 +96,10 @@ class MolmoAct2(PolicyModel):
         """
         self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
 
-    def add_value_head(self, seed: int, of_tokens: bool = False) -> ValueHead:
-        """Add a new value head; see `ValueHead`.
-
-        Args:
-            of_tokens: The value head's input is the VLM's state of the prompt's last token instead of the action
-                expert's states.
-        """
-        config, device = self.config, next(self.action_expert.parameters()).device
-        source = config.text_config if of_tokens else config.action_expert_config
-        self.value_head = ValueHead(source.hidden_size, seed).to(device)
-        return self.value_head
+    def states_width(self, of_tokens: bool) -> int:
+        """Return the width of the action expert's states, or of the VLM's."""
+        config = self.config
+        return (config.text_config if of_tokens else config.action_expert_config).hidden_size
 
     def cast_for_inference(self) -> None:
         """Cast the action expert's matrices of a bfloat16 model once, as autocast does at every use.
@@ -161,10 +154,6 @@ class MolmoAct2(PolicyModel):
         else:
             for part in (body.vision_tower, body.language_model, expert, self):
                 part.call = torch.compile(copy_function(call), dynamic=dynamic, options=options)
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """Return the autocast context that the whole model computes in."""
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def embeddings(self, semantics: Semantics) -> list[str]:
         """Return the names of the parameters that `freeze_embedding` freezes.
@@ -239,40 +228,23 @@ class MolmoAct2(PolicyModel):
         batch: PolicyBatch,
         points: Tensor,
         times: Tensor,
-        bidirectional_images: bool,
-        hides_answers: bool,
+        plan: LossPlan | InferencePlan,
         others: Sequence[ActionExpert] = (),
     ) -> list[tuple[Tensor, Tensor]]:
-        """Compute velocities at F points of each example's flow, with gradients.
-
-        Returns the velocity, (E, F, T, dimensions), and the expert's last states, (E, F, T, hidden): first with this
-        model's action expert, then with each of `others` in its place.
-
-        Args:
-            points: (E, F, T, dimensions).
-            times: (E, F) in [0, 1].
-            bidirectional_images, hides_answers: See `LossPlan`.
-        """
+        """Compute velocities with gradients; see `PolicyModel.velocities`."""
         with self.autocast(batch.input_ids.device):
-            context = context_index(batch, context_mask(batch, hides_answers, self.config))
-            cache = self._hidden(batch, bidirectional_images).cache
+            context = context_index(batch, context_mask(batch, plan.hides_answers, self.config))
+            cache = self._hidden(batch, plan.bidirectional_images).cache
             return [
                 expert.velocity_and_states(points, times, cache, context, None)
                 for expert in (self.action_expert, *others)
             ]
 
-    def answer_logits(self, batch: PolicyBatch, answered: Tensor, bidirectional_images: bool) -> tuple[Tensor, Tensor]:
-        """Compute logits of tokens that continue each example's prompt, with gradients.
-
-        Returns the logits (N, V) that predict the marked tokens, row by row, and the state of each prompt's last token,
-        (E, 1, hidden).
-
-        Args:
-            answered: (B, L) bool, True for the tokens after the prompt.
-        """
+    def answer_logits(self, batch: PolicyBatch, answered: Tensor, plan: InferencePlan) -> tuple[Tensor, Tensor]:
+        """Compute logits of tokens with gradients; see `PolicyModel.answer_logits`."""
         predicting = answered.roll(-1, dims=1)
         with self.autocast(batch.input_ids.device):
-            states = self.encode(batch, bidirectional_images).states
+            states = self.encode(batch, plan.bidirectional_images).states
             last = states[predicting & ~answered][:, None]
             return self.vlm.lm_head(states[predicting]), last
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from armature.components.contracts.errors import DataError
-from armature.components.models.context_parallel import to_device
+from armature.components.robots.policies.model import ModelBatch
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -53,14 +53,8 @@ class Example:
         return len(self.input_ids)
 
 
-_OBSERVED = (
-    *("input_ids", "position_ids", "example_ids", "image_tokens"),
-    *("pixel_values", "pooling", "rows", "dimension_padding"),
-)
-
-
 @dataclass(frozen=True)
-class PolicyBatch:
+class PolicyBatch(ModelBatch):
     """E examples as tensors of B rows with L tokens; a packed row holds several examples.
 
     input_ids, position_ids: (B, L) int64; positions start at 0 in each example and are 0 for padding.
@@ -73,7 +67,11 @@ class PolicyBatch:
     dimension_padding: (E, D) bool.
     """
 
-    input_ids: Tensor
+    OBSERVED = (
+        *("input_ids", "position_ids", "example_ids", "image_tokens"),
+        *("pixel_values", "pooling", "rows", "dimension_padding"),
+    )
+
     position_ids: Tensor
     example_ids: Tensor
     image_tokens: Tensor
@@ -81,7 +79,6 @@ class PolicyBatch:
     pooling: Tensor
     rows: Tensor
     labels: Tensor | None
-    actions: Tensor | None
     horizon_padding: Tensor | None
     dimension_padding: Tensor
 
@@ -90,21 +87,10 @@ class PolicyBatch:
         """Number of examples, E."""
         return self.rows.shape[0]
 
-    def observed(self) -> list[Tensor]:
-        """Return all tensors of the batch except labels, actions and horizon_padding, which only training needs."""
-        return [getattr(self, name) for name in _OBSERVED]
-
-    @classmethod
-    def of_observed(cls, tensors: Sequence[Tensor]) -> PolicyBatch:
-        """Make a batch without labels and actions from the tensors that `observed` returned."""
-        observations = dict(zip(_OBSERVED, tensors, strict=True))
-        return cls(**observations, labels=None, actions=None, horizon_padding=None)
-
-    def to(self, device: torch.device | str) -> PolicyBatch:
-        """Return the batch on `device`."""
-        device = torch.device(device)
-        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+    @property
+    def padding(self) -> Tensor:
+        """Mask of the rows, (B, L) bool, True for padding."""
+        return self.example_ids == NO_EXAMPLE
 
 
 def collate(examples: Sequence[Example], pad_side: PadSide, multiple: int, pad_id: int) -> PolicyBatch:

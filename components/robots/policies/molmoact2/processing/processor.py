@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cached_property
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
 from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
@@ -36,23 +34,6 @@ from armature.components.robots.policies.molmoact2.processing.batch import (
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
 from armature.components.robots.policies.norm_stats import Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call `function` for each item in threads and return the results in order; the first error is raised.
-
-    Threads help because encoding is mostly resizing images, which releases the GIL.
-    """
-    return list(_threads().map(function, items)) if len(items) > 1 else [function(item) for item in items]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(available_cpus(), "encode")
-
 
 _CACHED_TEXTS = 10_000
 _TOKENIZER_LOCK = Lock()  # a fast tokenizer raises if two threads use it
