@@ -18,9 +18,8 @@ import torch
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import DataError
 from armature.components.robots.imitation.opening import prepare
+from armature.components.robots.policies.family import family
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
-from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.learner import RobotRLLearner
 from armature.components.robots.rl.likelihood import FlowLikelihood
@@ -37,7 +36,9 @@ def play(
     loaded: LoadedPolicy, images: ImageStore, processes: Sequence[Kitchen], step: int = 1, **changes: Any
 ) -> list[ActionChunk]:
     settings = rollout_settings(**changes)
-    policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
+    policy = family(loaded.settings.family).player(
+        loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1
+    )
     collector = Collector(settings, policy, processes, images, lambda done, total: None)
     return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False).answers
 
@@ -52,9 +53,9 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
     values = {"max_steps": 3, "micro_batch_size": 7, "learning_rates": {"action_expert": 1e-3}}
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
-    likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), 0.5)
+    plan = family(loaded.settings.family).sampling_plan(loaded.settings, loaded.config)
     load = ActionChunkLoader(loaded.processor(), images, packing=settings.packing)
-    return RobotRLLearner(model, settings, likelihood, load)
+    return RobotRLLearner(model, settings, FlowLikelihood(plan, 0.5), load)
 
 
 def judged(answers: Sequence[ActionChunk]) -> list[ActionChunkSample]:
