@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from armature.components.contracts.errors import DataError
+from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
-from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer
+from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,6 +31,41 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_cpus(), "encode")
+
+
+def require_robot(robot: RobotMetadata | None, where: Path) -> RobotMetadata:
+    """Return the robot's metadata.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if robot is None:
+        raise ConfigurationError(
+            "the policy has no statistics to normalize by",
+            code="normalization_statistics_missing",
+            where=str(where),
+            remedy="train it on a dataset; for a released MolmoAct2, set policy.norm_tag to an entry of its "
+            "norm_stats.json",
+        )
+    return robot
+
+
+def refuse_small_model(*needs: tuple[str, int, int]) -> None:
+    """Check that the model has room for the robot.
+
+    Args:
+        needs: Name of a size, the robot's number, and the model's.
+
+    Raises:
+        ConfigurationError: the robot needs more.
+    """
+    for name, needed, limit in needs:
+        if needed > limit:
+            raise ConfigurationError(
+                f"the robot needs {needed} {name}, the model has only {limit}",
+                code="model_too_small",
+                where="config.json",
+            )
 
 
 def camera_images(observation: RobotObservation, cameras: Sequence[str], where: str) -> list[Any]:

@@ -76,6 +76,18 @@ class TinyPolicySettings(Settings):
     vision_initializer_range: float = 0.02
     """Standard deviation of the vision tower's weights."""
 
+    @property
+    def text_config(self) -> dict[str, int]:
+        """Sizes of the language model under the names of a configuration."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.hidden_size // self.heads,
+        }
+
 
 class RobotConventions(Settings):
     """Conventions of the data that a policy was trained on, or of a simulator.

@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, SmolVLMConfig
 
 from armature.components.artifacts.tensors import new_checkpoint_folder
-from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import bare_name, foreign
 from armature.components.models.source import locate
+from armature.components.robots.policies.inputs import require_robot
 from armature.components.robots.policies.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import CONFIG, SmolVLAConfig
@@ -84,17 +85,11 @@ class SmolVLAParts:
             ConfigurationError: `robot` is None.
             DataError: the tokenizer cannot be read.
         """
-        if self.robot is None:
-            raise ConfigurationError(
-                "the policy has no statistics to normalize by",
-                code="normalization_statistics_missing",
-                where=str(self.files),
-                remedy="train it on a dataset",
-            )
+        robot = require_robot(self.robot, self.files)
         with foreign("the tokenizer cannot be read", where=str(self.files), remedy="use the VLM's own files"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.files, local_files_only=True)
         pad_id = tokenizer.pad_token_id or 0
-        return SmolVLAProcessor(self.config, tokenizer, self.settings, self.robot, pad_id)
+        return SmolVLAProcessor(self.config, tokenizer, self.settings, robot, pad_id)
 
 
 def load_parts(
@@ -329,12 +324,7 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
             },
             text_config={
                 "model_type": "llama",
-                "hidden_size": sizes.hidden_size,
-                "intermediate_size": sizes.intermediate_size,
-                "num_hidden_layers": sizes.layers,
-                "num_attention_heads": sizes.heads,
-                "num_key_value_heads": sizes.key_value_heads,
-                "head_dim": sizes.hidden_size // sizes.heads,
+                **sizes.text_config,
                 "vocab_size": len(tokenizer),
                 "pad_token_id": tokenizer.pad_token_id,
                 "initializer_range": sizes.initializer_range,

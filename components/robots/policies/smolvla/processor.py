@@ -15,7 +15,13 @@ from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
-from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
+from armature.components.robots.policies.inputs import (
+    camera_images,
+    normalized_actions,
+    normalized_state,
+    past_end,
+    refuse_small_model,
+)
 from armature.components.robots.policies.model import ModelBatch
 from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
@@ -87,15 +93,10 @@ class SmolVLAProcessor:
         self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, True)
         self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, True)
         self.state_dimensions, self.action_dimensions = self.state.dimensions, self.action.dimensions
-        most = {"state": (self.state_dimensions, config.max_state_dim)}
-        most |= {"action": (self.action_dimensions, config.max_action_dim)}
-        for name, (needed, limit) in most.items():
-            if needed > limit:
-                raise ConfigurationError(
-                    f"the robot's {name} has {needed} dimensions, the model has only {limit}",
-                    code="model_too_small",
-                    where="config.json",
-                )
+        refuse_small_model(
+            ("state dimensions", self.state_dimensions, config.max_state_dim),
+            ("action dimensions", self.action_dimensions, config.max_action_dim),
+        )
         if not self.cameras:
             raise ConfigurationError(
                 "the policy has no cameras",

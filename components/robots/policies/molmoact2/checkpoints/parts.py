@@ -7,10 +7,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import foreign
 from armature.components.machine.project import project_source
 from armature.components.models.source import CHECKPOINT, locate
+from armature.components.robots.policies.inputs import require_robot
 from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import (
     BASE,
     is_lerobot,
@@ -67,16 +68,8 @@ class PolicyParts:
         Raises:
             ConfigurationError: `robot` is None.
         """
-        if self.robot is None:
-            raise ConfigurationError(
-                "the policy has no statistics to normalize by",
-                code="normalization_statistics_missing",
-                where=str(self.files),
-                remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
-            )
-        return Processor(
-            self.config, self.tokenizer, self.settings, self.robot, self.layout, self.action_tokens, horizon
-        )
+        robot = require_robot(self.robot, self.files)
+        return Processor(self.config, self.tokenizer, self.settings, robot, self.layout, self.action_tokens, horizon)
 
 
 def load_parts(

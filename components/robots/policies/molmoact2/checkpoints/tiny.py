@@ -151,12 +151,7 @@ def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> Mo
             "text_hidden_size": sizes.hidden_size,
         },
         "text_config": {
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": sizes.intermediate_size,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.key_value_heads,
-            "head_dim": sizes.hidden_size // sizes.heads,
+            **sizes.text_config,
             "vocab_size": len(tokenizer) - len(IMAGE_TOKENS),
             "additional_vocab_size": EXTRA_EMBEDDINGS,
             "qkv_bias": False,

@@ -14,7 +14,13 @@ from numpy.typing import ArrayLike
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
-from armature.components.robots.policies.inputs import camera_images, normalized_actions, normalized_state, past_end
+from armature.components.robots.policies.inputs import (
+    camera_images,
+    normalized_actions,
+    normalized_state,
+    past_end,
+    refuse_small_model,
+)
 from armature.components.robots.policies.molmoact2.configuration import SEMANTICS, MolmoAct2Config
 from armature.components.robots.policies.molmoact2.processing.action_tokens import (
     ActionTokens,
@@ -254,17 +260,11 @@ class Processor:
                 remedy="set policy.action_tokenizer, or action_mode to continuous",
             )
         vocabulary = 0 if self.action_tokens is None else self.action_tokens.vocabulary
-        for what, value, most in (
+        refuse_small_model(
             ("action tokens", vocabulary, self.config.num_action_tokens),
             ("action dimensions", self.action_dimensions, self.config.max_action_dim),
             ("actions of a chunk", self.chunk, self.horizon),
-        ):
-            if value > most:
-                raise ConfigurationError(
-                    f"the robot needs {value} {what}, the model has only {most}",
-                    code="model_too_small",
-                    where="config.json",
-                )
+        )
 
 
 def wrap(text: str, kind: Literal["setup", "control"], enabled: bool) -> str:
