@@ -37,7 +37,7 @@ def require_robot(robot: RobotMetadata | None, where: Path) -> RobotMetadata:
     """Return the robot's metadata.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: `robot` is None.
     """
     if robot is None:
         raise ConfigurationError(

@@ -102,7 +102,7 @@ class FlowPolicy(ABC):
     ) -> None:
         """
         Args:
-            settings: The policy's settings, completed by those of the checkpoint.
+            settings: The policy's settings, completed by the checkpoint's.
             mode: Predict actions by flow matching (continuous) or as tokens (discrete).
             rows: Number of rows of a forward pass on a GPU, for any number of observations.
             refuse_undecoded: Make `predict` raise ServerError if tokens are invalid.

@@ -44,7 +44,7 @@ class SmolVLAPlan:
 
 @dataclass(frozen=True)
 class PrefixConditions(SharedConditions):
-    """What the action expert attends to in all denoising steps."""
+    """The prefix that the action expert attends to in all denoising steps."""
 
     prefix: Prefix
 
