@@ -17,6 +17,7 @@ ENVIRONMENTS = Registry(
         "colors": "armature.components.environments.colors:Colors",
         "coordinates": "armature.components.environments.coordinates:Coordinates",
         "dataset": "armature.components.environments.dataset.environment:DatasetEnvironment",
+        "digits": "armature.components.environments.digits:Digits",
         "dot": "armature.components.environments.dot:Dot",
         "gymnasium": "armature.components.environments.gymnasium:GymnasiumEnvironment",
         "mixture": "armature.components.environments.mixture:MixtureEnvironment",

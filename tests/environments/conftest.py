@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from reasoning_gym import create_dataset
+from sklearn.datasets import load_digits
 
 from armature.components.contracts.episodes import Task
 from armature.components.environments.generated import ColorImageSettings
@@ -64,6 +65,12 @@ EXAMPLES = {
     "colors": Example(
         IMAGE,
         lambda task, turn: f" {task.payload['color'].title()}.\n",
+        "an image",
+        1.0,
+    ),
+    "digits": Example(
+        {"digits": 3, "image_size": 20},
+        lambda task, turn: f"{load_digits().target[task.payload['rows']].sum()}",
         "an image",
         1.0,
     ),

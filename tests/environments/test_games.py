@@ -1,4 +1,4 @@
-"""Tests of the environments colors, motion, recall and coordinates that do not apply to all environments."""
+"""Tests of the environments colors, digits, motion, recall and coordinates that do not apply to all environments."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from collections import Counter
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from armature.components.artifacts.videos import decode_video
 from armature.components.contracts.episodes import Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
+from armature.components.environments.digits import Digits, DigitsSettings, side_by_side
 from armature.components.environments.generated import ColorImageSettings, color_image, color_reward
 from armature.components.environments.make import refuse_ahead
 from armature.components.environments.motion import WAYS, MotionSettings, moving_square
 from armature.components.environments.recall import Recall, RecallSettings
 from armature.components.environments.settings import EnvironmentSettings
+from armature.components.environments.stage import SPLITS
 from tests.refusals import refused
 
 from .conftest import COLORS, EXAMPLES, IMAGE
@@ -39,6 +42,36 @@ def test_color_image_is_noisy_and_nearest_to_its_color(color: str) -> None:
         mean = image.mean(axis=(0, 1))
         assert min(COLORS, key=lambda name: float(np.linalg.norm(mean - COLORS[name]))) == color
         assert image.std(axis=(0, 1)).max() > 8
+
+
+def test_heldout_digits_are_never_shown_in_training() -> None:
+    environment = Digits(DigitsSettings(), train_tasks=4096, heldout_tasks=1024, seed=0, processes=1)
+    train, heldout = ({row for task in environment.tasks(split) for row in task.payload["rows"]} for split in SPLITS)
+    assert len(train) > 1400
+    assert len(heldout) > 340
+    assert train.isdisjoint(heldout)
+    assert max(train | heldout) < 1797
+
+
+def test_digits_are_shown_from_left_to_right_and_demonstrated_as_labeled() -> None:
+    table = load_digits()
+    image = pixels(side_by_side([7, 1242], 8))
+    assert np.abs(image[..., 0] / 255 * 16 - np.concatenate(table.images[[7, 1242]], axis=1)).max() < 0.04
+    (task,) = Digits(DigitsSettings(), train_tasks=1, heldout_tasks=1, seed=3, processes=1).tasks("heldout")
+    left, right = table.target[task.payload["rows"]]
+    (answer,) = Digits(DigitsSettings(), train_tasks=1, heldout_tasks=1, seed=3, processes=1).demonstration(task)
+    assert answer == f"{left} + {right} = {left + right}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("7", 1.0), ("3 + 4 = 7", 1.0), (" 7.\n", 1.0), ("7 = 3 + 4", 0.0), ("17", 0.0), ("", 0.0)]
+)
+def test_last_number_is_graded(answer: str, reward: float) -> None:
+    three, four = (int((load_digits().target == digit).argmax()) for digit in (3, 4))
+    episode = Digits(DigitsSettings(), train_tasks=1, heldout_tasks=1, seed=0, processes=1).episode(
+        Task("digits-train-00000", "train", {"rows": [three, four]})
+    )
+    assert asyncio.run(episode.step(answer)).reward_parts == {"correct": reward}
 
 
 def columns(way: str, seed: int, settings: MotionSettings) -> list[int]:
