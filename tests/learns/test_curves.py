@@ -37,6 +37,7 @@ def run(recipe: str, seed: int, folder: Path, *options: str) -> tuple[tuple[floa
         ("train-vlm/colors", 0.9),
         ("train-vlm/motion-tiny", 0.95),
         ("train-vlm/zoom-tiny", 0.75),
+        ("train-vlm/digits-tiny", 0.7),  # before is after SFT
         ("train-vlm/colors-distilled", 0.9),
     ],
 )
