@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/clicks.py"
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("chromedriver") is None, reason="apt-get install chromium chromium-driver")
-@pytest.mark.parametrize("task", ["click-test", "focus-text"])
+@pytest.mark.parametrize("task", ["click-test", "focus-text", "click-dialog"])
 def test_places_agree_with_clicks(task: str) -> None:
     spec = importlib.util.spec_from_file_location("clicks", EXAMPLE)
     assert spec is not None and spec.loader is not None

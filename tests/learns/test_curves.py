@@ -66,7 +66,7 @@ def test_gymnasium_environment_of_ones_own_is_learned(seed: int, tmp_path: Path)
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("task", "least"), [("click-test", 0.7), ("focus-text", 0.85)])
+@pytest.mark.parametrize(("task", "least"), [("click-test", 0.65), ("focus-text", 0.85), ("click-dialog", 0.4)])
 def test_clicks_in_a_browser_are_learned(task: str, least: float, seed: int, tmp_path: Path) -> None:
     for name in ("clicks.py", "clicks.toml"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
@@ -75,3 +75,12 @@ def test_clicks_in_a_browser_are_learned(task: str, least: float, seed: int, tmp
     before, after = run("./clicks.toml", seed, tmp_path, *chosen)
     assert before[2] < after[1], "the intervals overlap"
     assert after[1] >= least
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_minigrid_with_a_sentence_is_learned(seed: int, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples/minigrid.toml", tmp_path)
+    before, after = run("./minigrid.toml", seed, tmp_path)
+    assert before[2] < after[1], "the intervals overlap"
+    assert after[1] >= 0.55
