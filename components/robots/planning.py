@@ -10,21 +10,15 @@ from typing import Any
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from armature.components.contracts.files import foreign
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
-from armature.components.machine.project import project_source
-from armature.components.models.source import locate
 from armature.components.planning.memory import Gpu, RecipeMemory
 from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
-from armature.components.robots.policies.molmoact2.checkpoints.parts import CONFIG
-from armature.components.robots.policies.molmoact2.checkpoints.tiny import tiny_config
-from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
-from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
+from armature.components.robots.policies.family import family
+from armature.components.robots.policies.model import ModelShape, denoising_steps
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
 from armature.components.robots.recipes import EvaluateLibero, SweepPolicies, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.training.processes import TrainerProcesses
@@ -34,9 +28,8 @@ SIZES = (1, 8)
 """Numbers of GPUs to plan for, if the user gives none."""
 POLICIES = "; docs/benchmarks.md, MolmoAct2 of the released sizes"
 TRYING = "; docs/benchmarks.md, Robot policies that learn by trying"
-TEXT_TOKENS, ACTION_TOKENS = 100, 40
-"""Assumed number of text tokens in a prompt (task, setup and state; images are counted separately), and assumed number
-of discrete action tokens of an example."""
+ACTION_TOKENS = 40
+"""Assumed number of discrete action tokens of an example."""
 
 
 class RobotAssumptions(Settings):
@@ -74,7 +67,7 @@ class RobotAssumptions(Settings):
 
 @dataclass(frozen=True)
 class PolicySizes:
-    """Sizes of a MolmoAct2 policy.
+    """Sizes of a policy.
 
     vlm, expert: number of parameters of the VLM and of the action expert.
     met: number of VLM parameters that each token of a prompt is multiplied by, without embeddings and output layer.
@@ -82,7 +75,7 @@ class PolicySizes:
     width: bytes per weight.
     """
 
-    config: MolmoAct2Config
+    shape: ModelShape
     vlm: int
     met: int
     expert: int
@@ -99,54 +92,34 @@ class PolicySizes:
     @property
     def layers(self) -> int:
         """Number of layers of the text model. The action expert has as many."""
-        return self.config.text_config.num_hidden_layers
+        return self.shape.layers
 
     @property
     def key_value_bytes(self) -> int:
         """Bytes of one token's keys and values, summed over all layers of the text model. The expert reads them."""
-        text = self.config.text_config
+        text = self.shape.text
         return 2 * self.layers * text.num_key_value_heads * text.head_dim * self.width
 
-    def patches(self) -> int:
-        """Return the number of patches of an image."""
-        vision = self.config.vit_config
-        height, width = vision.image_default_input_size
-        return (height // vision.image_patch_size) * (width // vision.image_patch_size)
 
+def policy_sizes(config: Any, settings: RobotPolicySettings, cameras: int) -> PolicySizes:
+    """Return the sizes of a policy, counted on the meta device.
 
-def read_policy_config(settings: RobotPolicySettings) -> MolmoAct2Config:
-    """Return the configuration of a tiny policy, or the config.json of a folder or a hub name.
-
-    Raises:
-        DataError: there is no configuration here, and the hub does not answer.
+    Args:
+        config: Result of `PolicyFamily.read_config`.
     """
-    if settings.tiny is not None:
-        return tiny_config(settings.tiny)
-    source = settings.checkpoint_path or settings.path
-    assert source is not None
-    remedy = "use a folder that has the policy's config.json: --set policy.checkpoint_path=/a/folder"
-    with foreign("the policy's configuration cannot be read", where=source, remedy=remedy):
-        file = locate(project_source(source), settings.revision, POLICY_WITHOUT_WEIGHTS) / CONFIG
-    return MolmoAct2Config.from_dict(read_json(file), str(file))
-
-
-def policy_sizes(config: MolmoAct2Config, settings: RobotPolicySettings, cameras: int) -> PolicySizes:
-    """Return the sizes of a policy, counted on the meta device."""
+    shape: ModelShape = family(settings.family).shape(config)
     with torch.device("meta"):
-        model = MolmoAct2(config)
+        model = shape.make("float32")
     vlm, expert = (sum(part.numel() for part in each.parameters()) for each in (model.vlm, model.action_expert))
-    text, vision = config.text_config, config.vit_config
-    embeddings = (text.vocab_size + text.additional_vocab_size) * text.hidden_size
-    head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
-    side = -(-(vision.image_default_input_size[0] // vision.image_patch_size) // 2)
+    outside = {*map(model.get_parameter, model.embeddings("seed")), model.get_parameter("vlm.lm_head.weight")}
     return PolicySizes(
-        config=config,
+        shape=shape,
         vlm=vlm,
-        met=vlm - embeddings - head,
+        met=vlm - sum(part.numel() for part in outside),
         expert=expert,
         cameras=cameras,
-        tokens=cameras * side * side + TEXT_TOKENS,
-        denoising=settings.num_inference_steps or config.flow_matching_num_steps,
+        tokens=cameras * shape.image_tokens + shape.text_tokens,
+        denoising=denoising_steps(settings, model.config),
         width=2 if settings.dtype == "bfloat16" else 4,
     )
 
@@ -161,19 +134,17 @@ def policy_trainer_parts(
     expert, the embeddings and two layers are gathered at a time.
     """
     with torch.device("meta"):
-        model = MolmoAct2(sizes.config, policy.dtype)
+        model = sizes.shape.make(policy.dtype)
     prepare(model, update, policy.semantics)
     parameters = list(model.parameters())
     trained = [each for each in parameters if each.requires_grad]
     count, total = sum(each.numel() for each in trained), sum(each.numel() for each in parameters)
     weights = sum(each.numel() * each.element_size() for each in parameters)
     optimizer = sum(each.numel() * (12 if each.dtype == torch.float32 else 8) for each in trained)
-    text = sizes.config.text_config
-    embeddings = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
     gathered = 0
     if shards > 1:
         weights, optimizer = 4 * total // shards, 12 * count // shards
-        gathered = 4 * sizes.expert + sizes.width * (embeddings + 2 * (sizes.met // sizes.layers))
+        gathered = 4 * sizes.expert + sizes.width * (sizes.vlm - sizes.met + 2 * (sizes.met // sizes.layers))
     if isinstance(update, VLATrainerSettings) and update.ema_decay is not None:
         optimizer += 4 * count // shards
     if isinstance(update, RobotRLTrainerSettings) and update.kl_coefficient:
@@ -182,7 +153,7 @@ def policy_trainer_parts(
     discrete = policy.action_mode != "continuous" and update.mode != "expert"
     example = _example_bytes(sizes, policy.chunk_size * flow_samples, update.mode == "expert", recomputes)
     if discrete:
-        example += ACTION_TOKENS * text.vocab_size * 8
+        example += ACTION_TOKENS * sizes.shape.text.vocab_size * 8
     return {
         "weights": weights,
         "gradients and optimizer": optimizer,
@@ -196,13 +167,14 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
 
     A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198). With gradient checkpointing (`recomputes`)
     one layer at a time keeps them, and every layer keeps its output. A frozen VLM (`expert_alone`) keeps only its keys
-    and values.
+    and values, but for text layers that the state's gradient passes.
     """
-    text, vision, expert = sizes.config.text_config, sizes.config.vit_config, sizes.config.action_expert_config
-    widths = {"expert": (actions * expert.hidden_size, expert.num_layers)}
+    shape = sizes.shape
+    widths = {"expert": (actions * shape.expert, shape.layers)}
+    if not expert_alone or shape.state_in_vlm:
+        widths["text"] = ((sizes.tokens + ACTION_TOKENS) * shape.text.hidden_size, shape.layers)
     if not expert_alone:
-        widths["text"] = ((sizes.tokens + ACTION_TOKENS) * text.hidden_size, text.num_hidden_layers)
-        widths["vision"] = (sizes.cameras * sizes.patches() * vision.hidden_size, vision.num_hidden_layers)
+        widths["vision"] = (sizes.cameras * shape.patches * shape.vision.hidden_size, shape.vision.num_hidden_layers)
     stored = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
     once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
     return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
@@ -214,7 +186,7 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
     It is None if it can be counted for none of them.
     """
     cameras, rows = len(recipe.simulator.camera_name_mapping), recipe.evaluation.rows_per_pass
-    counted = [policy for policy in recipe.sweep.policies.values() if _counted(policy)]
+    counted = [policy for policy in recipe.sweep.policies.values() if policy.external is None]
     memories = [robot_memory(policy, recipe.machine, cameras, None, rows=rows) for policy in counted]
     return max(memories, key=lambda memory: sum(memory.server.values()), default=None)
 
@@ -222,10 +194,10 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
 def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:
     """Return the memory that a recipe needs to train or play a policy on the recipe's machine.
 
-    It is None for a policy that another program computes, and for a SmolVLA, whose memory is not counted yet.
+    It is None for a policy that another program computes.
     """
     policy, machine = recipe.policy, recipe.machine
-    if not _counted(policy):
+    if policy.external is not None:
         return None
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
@@ -233,10 +205,6 @@ def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemor
     rows = recipe.evaluation.rows_per_pass if recipe.evaluation is not None else 0
     update = recipe.training if isinstance(recipe, TrainVla) else None
     return robot_memory(policy, machine, cameras or len(policy.image_keys) or 2, update, rows=rows)
-
-
-def _counted(policy: RobotPolicySettings) -> bool:
-    return policy.external is None and policy.family == "molmoact2"
 
 
 def robot_memory(
@@ -255,7 +223,10 @@ def robot_memory(
         update: settings of the training; None: no training.
         rows: rows of one forward pass of the playing policy; 0: no policy plays.
     """
-    sizes, processes = policy_sizes(read_policy_config(policy), policy, cameras), TrainerProcesses.of(machine)
+    sizes, processes = (
+        policy_sizes(family(policy.family).read_config(policy), policy, cameras),
+        TrainerProcesses.of(machine),
+    )
     flow_samples, trainer = policy.num_flow_timesteps, dict[str, int]()
     if rollouts is not None:
         plan = rollouts.rollouts
@@ -378,7 +349,7 @@ def plan_robots(recipe: TrainVlaRl, gpus: Sequence[int], gpu: Gpu, values: Mappi
     settings, policy = recipe.settings_for(TrainVLARLSettings), recipe.policy
     assumed, plan = assumptions(RobotAssumptions, values), settings.rollouts
     cameras = len(settings.simulator.camera_name_mapping)
-    sizes = policy_sizes(read_policy_config(policy), policy, cameras)
+    sizes = policy_sizes(family(policy.family).read_config(policy), policy, cameras)
     tasks, processes = len(plan.tasks or suite_tasks(plan.suite)), min(recipe.machine.playing_processes, plan.batch)
     samples = plan.flow_samples if plan.likelihood == "fpo" else 1
     rows = [["GPUs", "rank GiB", *STEP_HEAD]]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, SmolVLMConfig
 
 from armature.components.families.family import family_of
 from armature.components.families.tiny import TinySettings
@@ -22,9 +22,14 @@ from armature.components.models.load import load_model
 from armature.components.models.settings import ModelSettings
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.planning.memory import ModelSizes, RecipeMemory, model_sizes, read_config, server_parts
-from armature.components.robots.imitation.settings import Mode
+from armature.components.robots.imitation.opening import prepare
+from armature.components.robots.imitation.settings import Mode, VLATrainerSettings
 from armature.components.robots.planning import PolicySizes, policy_sizes, policy_trainer_parts
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
+from armature.components.robots.policies.smolvla.model import SmolVLA
+from armature.components.robots.policies.smolvla.processor import SmolVLABatch
 from armature.components.training.ranks import Ranks
 from armature.components.training.sharding import blocks, sharder
 from armature.components.vlm.settings import TrainerSettings
@@ -181,3 +186,63 @@ def test_sharded_policy_bytes_per_trained_weight(policy: RobotPolicySettings, re
     assert expert["weights"] == 4 * released.parameters // 8
     assert expert["gradients and optimizer"] == 12 * released.expert // 8
     assert expert["gathered"] > 4 * released.expert
+
+
+SMOLVLA = RobotPolicySettings(family="smolvla", path="lerobot/smolvla_base", chunk_size=50, n_action_steps=50)
+
+
+def released_smolvla() -> tuple[SmolVLAConfig, SmolVLMConfig]:
+    """Return the configurations of lerobot/smolvla_base and of SmolVLM2-500M-Video-Instruct."""
+    text = {"model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
+    text |= {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 49280}
+    vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    vlm = SmolVLMConfig(text_config=text, vision_config=vision | {"image_size": 512, "patch_size": 16}, scale_factor=4)
+    return SmolVLAConfig(type="smolvla"), vlm
+
+
+def kept(mode: Mode) -> VLATrainerSettings:
+    return VLATrainerSettings(mode=mode, max_steps=1, batch_size=1, micro_batch_size=1)
+
+
+def test_smolvla_has_its_released_number_of_weights() -> None:
+    sizes = policy_sizes(released_smolvla(), SMOLVLA, 2)
+    assert round(sizes.parameters / 1e6) == 450 and round(sizes.expert / 1e6) == 100
+    assert sizes.tokens == 2 * 64 + 48 + 1
+    full, expert = (policy_trainer_parts(sizes, SMOLVLA, kept(mode), 1, 1) for mode in ("full", "expert"))
+    assert full["weights"] == expert["weights"] == 2 * sizes.vlm + 4 * sizes.expert
+    assert expert["gradients and optimizer"] == 12 * sizes.expert
+
+
+@pytest.mark.parametrize("mode", ["full", "expert"])
+def test_smolvla_activations_are_close_to_saved_tensors(mode: Mode) -> None:
+    config, vlm = released_smolvla()
+    config, vlm.vision_config.num_hidden_layers = config.model_copy(update={"num_vlm_layers": 4}), 3
+    vlm.text_config.num_hidden_layers, vlm.text_config.vocab_size = 4, 100
+    sizes = policy_sizes((config, vlm), SMOLVLA, 1)
+    update = kept(mode)
+    model = SmolVLA(config, vlm, "bfloat16")
+    prepare(model, update, "head")
+    generator = torch.Generator().manual_seed(0)
+    batch = SmolVLABatch(
+        torch.ones(1, 48, dtype=torch.long),
+        actions=torch.randn(1, 50, 32, generator=generator),
+        seen=torch.ones(1, 48, dtype=torch.bool),
+        images=torch.randn(1, 1, 3, 512, 512, generator=generator),
+        state=torch.randn(1, 32, generator=generator),
+        valid=torch.ones(1, 50, dtype=torch.bool),
+        action_dimensions=7,
+    )
+    draws = FlowSamples.draw(1, 1, 50, config, generator)
+    shapes = {shape for each in model.parameters() for shape in (each.shape, each.shape[::-1])}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape not in shapes:  # weights, and copies of them in bfloat16
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(batch, draws, None).total
+    measured = sum(storage.nbytes() for storage in saved.values())
+    estimate = policy_trainer_parts(sizes, SMOLVLA, update, 1, 1)["activations"]
+    assert loss.requires_grad and 0.9 * measured < estimate < 1.4 * measured

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from armature.components.models.source import CHECKPOINT, locate
 from armature.components.robots.policies.flow import FlowConfig
-from armature.components.robots.policies.model import ModelProcessor, SamplingPlan
+from armature.components.robots.policies.model import (
+    ModelProcessor,
+    ModelShape,
+    SamplingPlan,
+)
 from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
@@ -58,6 +62,12 @@ class PolicyFamily(Protocol):
 
     def join(self, robots: Mapping[str, Any], horizon: int) -> Any:
         """Return the parts of a checkpoint for several robots, which are given by tag."""
+
+    def read_config(self, settings: RobotPolicySettings) -> Any:
+        """Return the network's configuration: of a tiny policy, or of a folder or a hub name."""
+
+    def shape(self, config: Any) -> ModelShape:
+        """Return the sizes of the network."""
 
     def empty_model(self, parts: Any) -> Any:
         """Return the model on the meta device. A family without `read_model` cannot be sharded and needs neither."""

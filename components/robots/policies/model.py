@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -90,6 +90,27 @@ class ModelBatch(ABC):
             name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **moved)
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a policy's network, from which its memory is estimated.
+
+    make: returns the network with random weights of a precision.
+    text, vision: configurations of transformers. layers: number of text layers and expert layers.
+    expert: width of the expert's layers.
+    patches, image_tokens: of an image. text_tokens: largest or assumed number of the other tokens of a prompt.
+    state_in_vlm: the expert's projection of the state is a token of the VLM, so its gradient passes the text layers.
+    """
+
+    make: Callable[[Precision], PolicyModel]
+    text: Any
+    vision: Any
+    layers: int
+    expert: int
+    patches: int
+    image_tokens: int
+    text_tokens: int
+    state_in_vlm: bool = False
 
 
 class ModelProcessor(Protocol):

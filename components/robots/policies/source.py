@@ -13,7 +13,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import foreign, read_bytes
 from armature.components.contracts.metrics import read_finite
 from armature.components.machine.project import project_source
-from armature.components.models.source import CHECKPOINT, CheckpointKind
+from armature.components.models.source import CHECKPOINT, CheckpointKind, locate
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 POLICY_FILE = "policy.json"
@@ -131,6 +131,18 @@ def policy_source(settings: RobotPolicySettings) -> str:
             )
     refuse_short_chunk(settings)
     return ""
+
+
+def config_folder(source: str | None, revision: str | None) -> Path:
+    """Return the folder of a policy's configuration, without weights if it is fetched from a hub.
+
+    Raises:
+        DataError: there is no configuration here, and the hub does not answer.
+    """
+    assert source is not None
+    remedy = "use a folder that has the policy's config.json: --set policy.checkpoint_path=/a/folder"
+    with foreign("the policy's configuration cannot be read", where=source, remedy=remedy):
+        return locate(project_source(source), revision, POLICY_WITHOUT_WEIGHTS)
 
 
 def refuse_short_chunk(settings: RobotPolicySettings) -> None:

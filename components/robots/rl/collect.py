@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
 from armature.components.robots.libero.settings import Perturbation
 from armature.components.robots.libero.tasks import LiberoTask
-from armature.components.robots.policies.player import FlowChunk, PlainChunk, TokenChunk
+from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.rl.batch import chunk_rewards
 from armature.components.robots.rl.record import ActionChunkRecorder, PredictedChunk, episode_defect
 from armature.components.robots.rl.schedule import answer_seed, episode_ids
@@ -123,35 +122,6 @@ FAILED = "environment_error"
 """Failure reason of an episode that failed in all attempts, see `armature.components.contracts.errors`."""
 
 
-class RolloutPolicy(Protocol):
-    """Policy that plays rollouts. Row i of a result depends only on observation i and seed i, bit for bit.
-
-    Example:
-        >>> def ask(policy: RolloutPolicy, observations: Sequence[RobotObservation]) -> list[PlainChunk]:
-        ...     prepared = [policy.prepared(each) for each in observations]
-        ...     return policy.answer(prepared, seeds=list(range(len(prepared))))
-    """
-
-    @property
-    def rows_per_pass(self) -> int: ...
-
-    def prepared(self, observation: RobotObservation) -> RobotObservation: ...
-
-    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainChunk]: ...
-
-    def sample_flow_sde(
-        self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
-    ) -> list[FlowChunk]: ...
-
-    def score_flow_losses(
-        self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
-    ) -> list[FlowChunk]: ...
-
-    def sample_action_tokens(
-        self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
-    ) -> list[TokenChunk]: ...
-
-
 @dataclass(frozen=True)
 class CollectedEpisodes:
     """Chunks of the episodes that were played, ordered by group, member and chunk; and the episodes that failed."""
@@ -176,7 +146,7 @@ class Collector:
     def __init__(
         self,
         settings: RobotRolloutSettings,
-        policy: RolloutPolicy,
+        policy: FlowPolicy,
         processes: Sequence[SimulatorClient],
         images: ImageStore,
         on_progress: Callable[[int, int], None],

@@ -22,7 +22,7 @@ from armature.components.robots.libero.progress import GoalProgress
 from armature.components.robots.policies.molmoact2.policy import open_policy
 from armature.components.robots.policies.player import FlowChunk, TokenChunk
 from armature.components.robots.rl.batch import build_batch
-from armature.components.robots.rl.collect import CollectedEpisodes, Collector, RolloutPolicy
+from armature.components.robots.rl.collect import CollectedEpisodes, Collector
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.table import ROLLOUTS_FILE, read_batch, read_rollouts, write_rollouts
 from armature.components.rollouts.table import FAILURES_FILE, read_failures, write_failures
@@ -171,7 +171,7 @@ def test_non_finite_reward_fails_only_its_episode(tmp_path: Path, start: Artifac
     assert "nan]" in blurred.failures[0].detail
 
 
-class Dizzy(RolloutPolicy):
+class Dizzy:
     """Policy whose log-probs or values are not finite in some chunks."""
 
     rows_per_pass = 1
