@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from armature.components.contracts.machine import available_cpus
 from armature.components.models.source import locate
@@ -12,12 +11,13 @@ from armature.components.robots.evaluation.settings import EvaluateLiberoStageSe
 from armature.components.robots.libero.settings import IMAGES
 from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.lerobot.process import LeRobotPolicy
+from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.policies.settings import LeRobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import POLICY
 from armature.components.robots.server.client import ServedPolicy
 
 
-def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> Any:
+def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> FlowPolicy:
     """Load the policy of an artifact into this process.
 
     Raises:
