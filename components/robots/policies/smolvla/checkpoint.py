@@ -7,7 +7,6 @@ settings in `policy.json`.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -16,18 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, SmolVLMConfig
 
 from armature.components.artifacts.tensors import new_checkpoint_folder
-from armature.components.contracts.errors import DataError
-from armature.components.contracts.files import bare_name, foreign
+from armature.components.contracts.files import foreign
 from armature.components.models.source import locate
 from armature.components.robots.policies.inputs import require_robot
-from armature.components.robots.policies.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
-from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
+from armature.components.robots.policies.lerobot.processors import (
+    BATCHING,
+    ON_CPU,
+    PREPROCESSOR,
+    RENAMING,
+    Step,
+    normalizations,
+    read_stats,
+    read_steps,
+    robot_features,
+    write_document,
+    write_steps,
+)
+from armature.components.robots.policies.norm_stats import ACTION, STATE, RobotMetadata
+from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import CONFIG, SmolVLAConfig
 from armature.components.robots.policies.smolvla.model import SmolVLA
 from armature.components.robots.policies.smolvla.processor import SmolVLAProcessor
@@ -50,10 +61,6 @@ from armature.components.robots.policies.tensors import (
 )
 
 VLM = "vlm"
-IMAGE_SHAPE = [3, 256, 256]  # declared shape of a camera; images of any shape are fitted
-BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
-NORMALIZER, UNNORMALIZER, RENAMING = "normalizer_processor", "unnormalizer_processor", "rename_observations_processor"
-MODES: dict[Normalization, str] = {"quantiles": "QUANTILES", "mean_std": "MEAN_STD", "identity": "IDENTITY"}
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>")
 PATCH, SHUFFLE, MERGES = 14, 2, 1000
 PROCESSOR = {
@@ -124,19 +131,9 @@ def load_parts(
 
 def _adopted(settings: RobotPolicySettings, config: SmolVLAConfig, folder: Path) -> RobotPolicySettings:
     """Return `settings` with the horizon and the normalization that the checkpoint was trained with."""
-    update: dict[str, Any] = {"chunk_size": config.chunk_size, "n_action_steps": config.n_action_steps}
-    names = {mode: name for name, mode in MODES.items()}
-    for setting, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
-        mode = config.normalization_mapping.get(kind, "MEAN_STD")
-        if mode not in names:
-            raise DataError(
-                f"{kind} has the unsupported normalization {mode}",
-                code="normalization_unsupported",
-                where=f"{folder / CONFIG}: normalization_mapping",
-                remedy=f"use a checkpoint with {', '.join(names)}",
-            )
-        update[setting] = names[mode]
-    return settings.model_copy(update=update)
+    mapping = {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"} | config.normalization_mapping
+    horizon = {"chunk_size": config.chunk_size, "n_action_steps": config.n_action_steps}
+    return settings.model_copy(update=horizon | normalizations(mapping, folder / CONFIG))
 
 
 def _saved_robot(folder: Path, config: SmolVLAConfig) -> RobotMetadata | None:
@@ -144,42 +141,21 @@ def _saved_robot(folder: Path, config: SmolVLAConfig) -> RobotMetadata | None:
 
     Cameras have the names that the dataset gives them, before LeRobot renames them.
     """
-    file = folder / f"{BEFORE}.json"
-    if not file.is_file():
-        return None
+    file = folder / f"{PREPROCESSOR}.json"
     with foreign("the steps before the model cannot be read", where=str(file)):
-        steps = {step["registry_name"]: step for step in read_json(file)["steps"]}
-        if "state_file" not in steps.get(NORMALIZER, {}):
+        steps, tensors = read_steps(folder)
+        if not tensors:
             return None
-        tensors = load_file(folder / bare_name(steps[NORMALIZER]["state_file"], str(file)))
-        renamed = {new: old for old, new in steps.get(RENAMING, {}).get("config", {}).get("rename_map", {}).items()}
-        stats = {
-            key: FeatureNormStats(
-                **{
-                    name.removeprefix(f"{key}."): tuple(value.double().flatten().tolist())
-                    for name, value in tensors.items()
-                    if name.startswith(f"{key}.") and not name.endswith(".count")
-                }
-            )
-            for key in (STATE, ACTION)
-        }
+        renamed = {new: old for old, new in steps.get(RENAMING[0], {}).get("rename_map", {}).items()}
         cameras = tuple(renamed.get(name, name) for name in config.cameras)
-        return RobotMetadata(camera_keys=cameras, action_stats=stats[ACTION], state_stats=stats[STATE])
+        action, state = (read_stats(tensors, key, None, file) for key in (ACTION, STATE))
+        return RobotMetadata(camera_keys=cameras, action_stats=action, state_stats=state)
 
 
 def _features(settings: RobotPolicySettings, robot: RobotMetadata) -> dict[str, Any]:
     """Return the fields of config.json that depend on the robot."""
-    cameras = settings.image_keys or robot.camera_keys
-    inputs = {name: {"type": "VISUAL", "shape": IMAGE_SHAPE} for name in cameras}
-    modes = {"STATE": MODES[settings.state_normalization], "ACTION": MODES[settings.action_normalization]}
-    fields = {
-        "type": "smolvla",
-        "input_features": inputs | {STATE: {"type": "STATE", "shape": [robot.state_stats.dimensions]}},
-        "output_features": {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}},
-        "normalization_mapping": {"VISUAL": "IDENTITY", **modes},
-        "chunk_size": settings.chunk_size,
-        "n_action_steps": settings.n_action_steps,
-    }
+    fields = {"type": "smolvla"} | robot_features(settings, robot, settings.image_keys or robot.camera_keys)
+    fields |= {"chunk_size": settings.chunk_size, "n_action_steps": settings.n_action_steps}
     checked = SmolVLAConfig.model_validate(fields)
     return {name: getattr(checked, name) for name in fields}
 
@@ -238,7 +214,7 @@ def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]
         policy = {name: value for name, value in weights.items() if not name.startswith(VALUE_HEAD)}
         save_file({lerobot_name(name): value.cpu().contiguous() for name, value in policy.items()}, new / SINGLE)
         save_value_head(new, weights)
-        _write(new / CONFIG, parts.config.model_dump(mode="json"))
+        write_document(new / CONFIG, parts.config.model_dump(mode="json"))
         shutil.copytree(parts.files, new / VLM, ignore=shutil.ignore_patterns("*.safetensors"))
         if parts.robot is not None:
             _write_steps(new, parts.config, parts.robot)
@@ -258,34 +234,19 @@ def _write_steps(folder: Path, config: SmolVLAConfig, robot: RobotMetadata) -> N
     features = config.model_dump(mode="json", include={"input_features", "output_features"})
     normal = {"eps": 1e-8, "norm_map": config.normalization_mapping}
     text = {"max_length": config.tokenizer_max_length, "task_key": "task", "padding_side": "right", "truncation": True}
-    cpu: tuple[str, dict[str, Any]] = ("device_processor", {"device": "cpu", "float_dtype": None})
-    steps: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        BEFORE: [
-            (RENAMING, {"rename_map": {}}),
-            ("to_batch_processor", {}),
-            ("smolvla_new_line_processor", {}),
-            ("tokenizer_processor", text | {"padding": "longest", "tokenizer_name": config.vlm_model_name}),
-            cpu,
-            (NORMALIZER, normal | {"features": features["input_features"] | features["output_features"]}),
-        ],
-        AFTER: [(UNNORMALIZER, normal | {"features": features["output_features"]}), cpu],
-    }
-    statistics = {
-        f"{key}.{name}": torch.tensor(value, dtype=torch.float32).reshape(-1)
-        for key, stats in ((STATE, robot.state_stats), (ACTION, robot.action_stats))
-        for name, value in stats.model_dump(exclude_none=True, exclude={"names", "mask", "count"}).items()
-    }
-    for file, listed in steps.items():
-        entries: list[dict[str, Any]] = [{"registry_name": name, "config": options} for name, options in listed]
-        for number, entry in enumerate(entries):
-            if entry["registry_name"] in (NORMALIZER, UNNORMALIZER):
-                entry["state_file"] = f"{file}_step_{number}_{entry['registry_name']}.safetensors"
-                save_file(statistics, folder / entry["state_file"])
-        _write(folder / f"{file}.json", {"name": file, "steps": entries})
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=4) + "\n")
+    before: list[Step] = [
+        RENAMING,
+        BATCHING,
+        ("smolvla_new_line_processor", {}),
+        ("tokenizer_processor", text | {"padding": "longest", "tokenizer_name": config.vlm_model_name}),
+        ON_CPU,
+        ("normalizer_processor", normal | {"features": features["input_features"] | features["output_features"]}),
+    ]
+    after: list[Step] = [
+        ("unnormalizer_processor", normal | {"features": features["output_features"]}),
+        ON_CPU,
+    ]
+    write_steps(folder, before, after, robot, frozenset({"mask", "count"}))
 
 
 # --- A tiny policy ---
@@ -335,7 +296,7 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
         )
         vlm.save_pretrained(files)
         tokenizer.save_pretrained(files)
-        _write(files / "processor_config.json", PROCESSOR)
+        write_document(files / "processor_config.json", PROCESSOR)
         torch.manual_seed(sizes.seed)
         weights = SmolVLA(config, vlm).state_dict()
         return save_policy(folder, SmolVLAParts(config, vlm, settings, None, files), weights)

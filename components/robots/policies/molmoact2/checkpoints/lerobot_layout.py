@@ -7,33 +7,40 @@ not merged. The normalizer's statistics are tensors of a processor step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from armature.components.contracts.errors import ConfigurationError, DataError
-from armature.components.contracts.files import bare_name
 from armature.components.models.source import locate
+from armature.components.robots.policies.lerobot.processors import (
+    BATCHING,
+    ON_CPU,
+    PREPROCESSOR,
+    RENAMING,
+    Step,
+    normalizations,
+    read_stats,
+    read_steps,
+    robot_features,
+    write_document,
+    write_steps,
+)
 from armature.components.robots.policies.norm_stats import (
     ACTION,
     STATE,
-    FeatureNormStats,
     RobotMetadata,
     resolve,
 )
-from armature.components.robots.policies.settings import Normalization, RobotPolicySettings
+from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
 from armature.components.robots.policies.tensors import TensorFiles
 
 CONFIG, BASE = "config.json", "base"
-PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
-NORMALIZATIONS: dict[str, Normalization] = {"QUANTILES": "quantiles", "MEAN_STD": "mean_std", "IDENTITY": "identity"}
+NORMALIZER, PACK = "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
 _ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
 _PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -99,17 +106,7 @@ def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
             where=f"{folder / CONFIG}: joint_signs",
             remedy="use a checkpoint that was trained in the robot's own frame",
         )
-    mapping = raw["normalization_mapping"]
-    modes = {}
-    for name, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
-        if mapping[kind] not in NORMALIZATIONS:
-            raise DataError(
-                f"{kind} has the unsupported normalization {mapping[kind]}",
-                code="normalization_unsupported",
-                where=f"{folder / CONFIG}: normalization_mapping",
-                remedy=f"use a checkpoint with {', '.join(NORMALIZATIONS)}",
-            )
-        modes[name] = NORMALIZATIONS[mapping[kind]]
+    modes = normalizations(raw["normalization_mapping"], folder / CONFIG)
     adopted = settings.model_copy(update={name: raw[name] for name in _ADOPTED if name in raw} | modes)
     robot = _robot(folder, raw)
     horizon = {"chunk_size": raw["chunk_size"], "n_action_steps": raw["n_action_steps"]}
@@ -183,17 +180,12 @@ def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -
 
 def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
     """Return statistics, prompt words and cameras of the saved preprocessor; None if there is no preprocessor."""
+    steps, tensors = read_steps(folder)
+    if not tensors:
+        return None
     file = folder / f"{PREPROCESSOR}.json"
-    if not file.is_file():
-        return None
-    steps = {step["registry_name"]: step for step in read_json(file)["steps"]}
-    normalizer = steps.get(NORMALIZER) or steps.get("normalizer_processor")
-    if normalizer is None or "state_file" not in normalizer:
-        return None
-    with TensorFiles(folder, bare_name(normalizer["state_file"], str(file))) as saved:
-        tensors = {name: saved[name] for name in saved.names}
     names = raw.get("dataset_feature_names") or {}
-    packed = steps[PACK]["config"] if PACK in steps else {}
+    packed = steps.get(PACK, {})
     return RobotMetadata(
         action_key=ACTION,
         state_key=STATE,
@@ -203,28 +195,9 @@ def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
         n_action_steps=raw["n_action_steps"],
         setup_type=packed.get("setup_type") or raw.get("setup_type") or "",
         control_mode=packed.get("control_mode") or raw.get("control_mode") or "",
-        action_stats=_stats(tensors, ACTION, names.get(ACTION), file),
-        state_stats=_stats(tensors, STATE, names.get(STATE), file),
+        action_stats=read_stats(tensors, ACTION, names.get(ACTION), file),
+        state_stats=read_stats(tensors, STATE, names.get(STATE), file),
     )
-
-
-def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureNormStats:
-    stats = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
-    if not stats:
-        raise DataError(
-            f"the checkpoint has no statistics of {key}",
-            code="statistics_missing",
-            where=str(where),
-            remedy="use a complete checkpoint of LeRobot",
-        )
-    values: dict[str, Any] = {
-        name: tuple(value.double().flatten().tolist()) for name, value in stats.items() if name not in ("mask", "count")
-    }
-    if "count" in stats:
-        values["count"] = int(stats["count"].flatten()[0])
-    if "mask" in stats:
-        values["mask"] = tuple(bool(value) for value in stats["mask"].flatten().tolist())
-    return FeatureNormStats(**values, names=tuple(names) if isinstance(names, list) else None)
 
 
 def _released(name: str, folder: Path) -> str:
@@ -244,10 +217,7 @@ def _released(name: str, folder: Path) -> str:
 # The files that LeRobot reads from a released checkpoint are in `base/`. LeRobot itself builds the model from
 # `checkpoint_path` before it reads our weights: it must name a released checkpoint, or a folder from `save_policy`.
 
-POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
-IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes images of any shape
-_MODES = {ours: theirs for theirs, ours in NORMALIZATIONS.items()}
-Step = tuple[str, dict[str, Any]]
+UNNORMALIZER = "molmoact2_masked_unnormalizer"
 
 
 def write_processors(
@@ -268,53 +238,44 @@ def write_processors(
             where="policy.image_keys",
             remedy="set it to the cameras in the policy's order",
         )
-    inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(IMAGE_SHAPE)} for key in settings.image_keys}
-    inputs[STATE] = {"type": "STATE", "shape": [robot.state_stats.dimensions]}
-    outputs = {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}}
-    norm_map = {
-        "VISUAL": "IDENTITY",
-        "STATE": _MODES[settings.state_normalization],
-        "ACTION": _MODES[settings.action_normalization],
-    }
+    features = robot_features(settings, robot, settings.image_keys)
     prompt = _prompt(settings, base)
     config = {
         "type": "molmoact2",
         "n_obs_steps": 1,
-        "input_features": inputs,
-        "output_features": outputs,
+        "input_features": features["input_features"],
+        "output_features": features["output_features"],
         "device": "cpu",
-        "normalization_mapping": norm_map,
+        "normalization_mapping": features["normalization_mapping"],
         **prompt,
         **_policy_fields(settings),
     }
     if robot.action_stats.names and robot.state_stats.names:
         names = {ACTION: list(robot.action_stats.names), STATE: list(robot.state_stats.names)}
         config["dataset_feature_names"] = names
-    _write(folder / CONFIG, config)
+    write_document(folder / CONFIG, config)
     by_key = {ACTION: robot.action_stats, STATE: robot.state_stats}
-    statistics = {f"{key}.{name}": value for key, stats in by_key.items() for name, value in _tensors(stats).items()}
     masks = {key: list(stats.mask) for key, stats in by_key.items() if stats.mask}
-    normal: dict[str, Any] = {"eps": 1e-8, "norm_map": norm_map}
+    normal: dict[str, Any] = {"eps": 1e-8, "norm_map": features["normalization_mapping"]}
     env = {"max_action_dim": max_action_dim, "env_action_dim": robot.action_stats.dimensions}
     frame = {"joint_signs": None, "joint_offsets": None}
-    moved, cpu = settings.semantics != "seed", ("device_processor", {"device": "cpu", "float_dtype": None})
+    moved = settings.semantics != "seed"
     before: list[Step] = [
-        ("rename_observations_processor", {"rename_map": {}}),
-        ("to_batch_processor", {}),
+        RENAMING,
+        BATCHING,
         *([("molmoact2_state_frame_transform", frame)] if moved else []),
-        (NORMALIZER, normal | {"features": inputs | outputs}),
+        (NORMALIZER, normal | {"features": features["input_features"] | features["output_features"]}),
         ("molmoact2_clamp_normalized", {"normalization_masks": masks}),
         (PACK, prompt | env),
-        cpu,
+        ON_CPU,
     ]
     after: list[Step] = [
         ("molmoact2_clamp_action", {}),
-        (UNNORMALIZER, normal | {"features": outputs}),
+        (UNNORMALIZER, normal | {"features": features["output_features"]}),
         *([("molmoact2_action_frame_transform", frame)] if moved else []),
-        cpu,
+        ON_CPU,
     ]
-    _write_steps(folder, PREPROCESSOR, before, statistics)
-    _write_steps(folder, POSTPROCESSOR, after, statistics)
+    write_steps(folder, before, after, robot, frozenset())
 
 
 def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
@@ -338,23 +299,3 @@ def _policy_fields(settings: RobotPolicySettings) -> dict[str, Any]:
         return fields | {"model_dtype": settings.dtype}
     dropout = settings.llm_residual_dropout
     return fields | {"train_mode_vlm": "fft", "dtype": settings.dtype, "llm_residual_dropout": dropout}
-
-
-def _tensors(stats: FeatureNormStats) -> dict[str, Tensor]:
-    values = stats.model_dump(exclude_none=True, exclude={"names"})
-    return {name: torch.tensor(value, dtype=torch.float32).reshape(-1) for name, value in values.items()}
-
-
-def _write_steps(folder: Path, name: str, steps: list[Step], statistics: dict[str, Tensor]) -> None:
-    entries = []
-    for number, (registry_name, config) in enumerate(steps):
-        entry: dict[str, Any] = {"registry_name": registry_name, "config": config}
-        if registry_name in (NORMALIZER, UNNORMALIZER):
-            entry["state_file"] = f"{name}_step_{number}_{registry_name}.safetensors"
-            save_file(statistics, folder / entry["state_file"])
-        entries.append(entry)
-    _write(folder / f"{name}.json", {"name": name, "steps": entries})
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=4) + "\n")
