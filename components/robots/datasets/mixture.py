@@ -21,12 +21,13 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.datasets.lerobot.episodes import EpisodeRange
 from armature.components.robots.datasets.lerobot.frames import FrameReader
+from armature.components.robots.datasets.lerobot.language import SUBTASK
 from armature.components.robots.datasets.lerobot.layout import IMAGE, VIDEO
 from armature.components.robots.datasets.lerobot.reader import window
 from armature.components.robots.datasets.order import FileShuffle, MixtureSchedule, Window, mixed, permuted
 from armature.components.robots.datasets.quantiles import Array
 from armature.components.robots.datasets.settings import FileShuffleSettings
-from armature.components.robots.datasets.source import DatasetSource, selection
+from armature.components.robots.datasets.source import DatasetSource, FrameRuns, selection
 
 # --- Samples of a mixture ---
 
@@ -38,7 +39,7 @@ class RobotSample:
     actions: float32 (T, action dimensions); after the end of the episode its last action is repeated.
     padding: bool (T,), True for repeated actions.
     tag: names the statistics that normalize the sample. source: number of the dataset in the mixture. frame: number of
-        the frame in its episode.
+        the frame in its episode. weight: factor of the sample's loss.
     """
 
     observation: RobotObservation
@@ -48,6 +49,7 @@ class RobotSample:
     source: int
     episode: int
     frame: int
+    weight: float = 1.0
 
 
 class FrameIndex(NamedTuple):
@@ -99,12 +101,11 @@ class Mixture:
         self._schedule = MixtureSchedule([source.weight for source in sources], seed)
         cache = DownloadCache.standard()
         self._frames = [FrameReader(source.dataset, cache) for source in sources]
-        runs = [selection(source.episodes).frames(source.dataset.episodes) for source in sources]
-        self._firsts, self._stops = [first for first, _ in runs], [stops for _, stops in runs]
+        self._runs = [source.frames() for source in sources]
         self.file_shuffle = None
         if file_shuffle is not None:
             weights = [source.weight for source in sources]
-            self.file_shuffle = FileShuffle(weights, list(map(_file_bounds, sources)), file_shuffle, seed)
+            self.file_shuffle = FileShuffle(weights, list(map(_file_bounds, sources, self._runs)), file_shuffle, seed)
 
     @property
     def horizon(self) -> int:
@@ -114,14 +115,14 @@ class Mixture:
     @property
     def frames(self) -> int:
         """Number of frames in all selected episodes."""
-        return sum(int(stops[-1]) for stops in self._stops)
+        return sum(int(runs.stops[-1]) for runs in self._runs)
 
     def place(self, position: int) -> FrameIndex:
         """Return the frame at `position`, 0 or more."""
         if self.file_shuffle is not None:
             return FrameIndex(*self.file_shuffle.at(position))
         source, taken = self._schedule.at(position)
-        size = int(self._stops[source][-1])
+        size = int(self._runs[source].stops[-1])
         epoch, index = divmod(taken, size)
         return FrameIndex(source, permuted(index, size, mixed(self._seed, source, epoch)))
 
@@ -134,7 +135,7 @@ class Mixture:
 
     def nth(self, number: int) -> FrameIndex:
         """Return the frame that `every` yields at index `number`, from 0."""
-        ends = np.cumsum([int(stops[-1]) for stops in self._stops])
+        ends = np.cumsum([int(runs.stops[-1]) for runs in self._runs])
         source = int(np.searchsorted(ends, number, side="right"))
         return FrameIndex(source, number - int(ends[source - 1]) if source else number)
 
@@ -150,8 +151,12 @@ class Mixture:
         if source.state is not None:
             state = frames.numbers(source.state, episode, np.array([frame]))[0].astype(np.float32)
         images = {key: frames.image(feature, episode, frame) for key, feature in source.cameras.items()}
-        observation = RobotObservation(images, state, frames.task(episode, frame))
-        return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame)
+        prompt = (frames.subtask if source.prompt == SUBTASK else frames.task)(episode, frame)
+        observation = RobotObservation(images, state, prompt)
+        weight = 1.0
+        if source.frame_weights is not None:
+            weight = float(frames.numbers(source.frame_weights, episode, np.array([frame]))[0, 0])
+        return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame, weight)
 
     def actions(self, place: FrameIndex) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Return the actions and the padding mask of the sample at a frame, without reading its images."""
@@ -180,22 +185,21 @@ class Mixture:
 
     def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
         """Return the episode of the frame, and the frame's number in it."""
-        firsts, stops = self._firsts[place.source], self._stops[place.source]
+        firsts, stops = self._runs[place.source]
         run = int(np.searchsorted(stops, place.frame, side="right"))
         frame = int(firsts[run]) + place.frame - (int(stops[run - 1]) if run else 0)
         episode = self.sources[place.source].dataset.episode_at(frame)
         return episode, frame - episode.start
 
 
-def _file_bounds(source: DatasetSource) -> Array:
+def _file_bounds(source: DatasetSource, runs: FrameRuns) -> Array:
     """Return the bounds of a source's files, an array (files + 1,).
 
     It has the index of each file's first frame, and at its end the number of frames. Only selected frames are counted.
     """
-    dataset, chosen = source.dataset, selection(source.episodes)
+    dataset = source.dataset
     videos = [name for name in source.cameras.values() if dataset.feature(name).dtype == VIDEO]
-    starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)
-    return np.unique(np.append(starts, chosen.frames(dataset.episodes)[1][-1]))
+    return np.unique(np.append(runs.before(dataset.episodes.file_starts(videos)), runs.stops[-1]))
 
 
 # --- Downloading files of remote datasets before their samples are read ---

@@ -20,7 +20,8 @@ class SourceSettings(Settings):
     """A dataset and how a policy uses it."""
 
     path: str = Field(min_length=1)
-    """A LeRobotDataset v3.0: a folder (with meta/info.json), a hub name (owner/name), or a URL (s3://bucket/dataset).
+    """A LeRobotDataset v3.0 or v3.1: a folder (with meta/info.json), a hub name (owner/name), or a URL
+    (s3://bucket/dataset).
     From the hub and URLs only the files that are needed are downloaded."""
     revision: str | None = None
     """Commit of a hub dataset; required for hub names."""
@@ -39,6 +40,14 @@ class SourceSettings(Settings):
     """Features of cameras by the policy's name of the camera; none: all cameras, by their own names."""
     episodes: tuple[NonNegativeInt, ...] | None = None
     """Episodes to use; none: all."""
+    tasks: tuple[str, ...] | None = Field(None, min_length=1)
+    """Texts of tasks: only frames of these tasks are used; none: all."""
+    frame_weights: str | None = None
+    """Feature with one number a frame, 0 or more, by which the frame's loss is multiplied: an advantage, or
+    intervention for corrections by people alone. Frames with 0 are left out; none: every frame counts alike."""
+    prompt: Literal["task", "subtask"] = "task"
+    """Text that the policy is given. task: the frame's task. subtask: the subtask that is active at the frame, in the
+    column language_persistent of v3.1."""
 
 
 ALONE = "default"

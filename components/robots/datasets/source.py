@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +21,7 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.machine.hub import hub_commit
 from armature.components.machine.project import project_path, project_source
 from armature.components.robots.datasets.lerobot.episodes import EpisodeIndex
+from armature.components.robots.datasets.lerobot.language import PERSISTENT, SUBTASK
 from armature.components.robots.datasets.lerobot.layout import INFO, DatasetFiles, LocalFiles
 from armature.components.robots.datasets.lerobot.reader import Dataset, open_dataset
 from armature.components.robots.datasets.quantiles import Array
@@ -92,22 +94,28 @@ class EpisodeSelection(Sequence[int]):
         spans = [np.arange(max(first, self._firsts[run]), min(last + 1, ends[run])) for run in runs]
         return np.concatenate([np.zeros(0, np.int64), *spans])
 
-    def frames(self, index: EpisodeIndex) -> tuple[Array, Array]:
-        """Return two arrays (runs,), with one entry per run of consecutive episodes.
-
-        The first has the index of the run's first frame in the dataset. The second has the number of selected frames in
-        this run and all earlier runs.
-        """
+    def frames(self, index: EpisodeIndex) -> FrameRuns:
+        """Return the frames of the episodes, with one run per run of consecutive episodes."""
         stops = index.numbers["stop"]
         firsts = np.where(self._firsts > 0, stops[self._firsts - 1], 0)
-        return firsts, np.cumsum(stops[self._firsts + self._counts - 1] - firsts)
+        return FrameRuns(firsts, np.cumsum(stops[self._firsts + self._counts - 1] - firsts))
 
-    def before(self, frames: Array, index: EpisodeIndex) -> Array:
+
+class FrameRuns(NamedTuple):
+    """Selected frames of a dataset as runs of consecutive frames.
+
+    firsts: index of each run's first frame in the dataset, (runs,).
+    stops: number of selected frames in this run and all earlier ones, (runs,).
+    """
+
+    firsts: Array
+    stops: Array
+
+    def before(self, frames: Array) -> Array:
         """Return, for each dataset frame in `frames`, the number of selected frames before it, (frames,)."""
-        firsts, stops = self.frames(index)
-        run = np.maximum(np.searchsorted(firsts, frames, side="right") - 1, 0)
-        begins = np.concatenate([[0], stops])[run]
-        return begins + np.clip(frames - firsts[run], 0, stops[run] - begins)
+        run = np.maximum(np.searchsorted(self.firsts, frames, side="right") - 1, 0)
+        begins = np.concatenate([[0], self.stops])[run]
+        return begins + np.clip(frames - self.firsts[run], 0, self.stops[run] - begins)
 
 
 def selection(numbers: Sequence[int]) -> EpisodeSelection:
@@ -142,6 +150,55 @@ class DatasetSource:
     action: str
     cameras: Mapping[str, str]
     episodes: Sequence[int]
+    tasks: tuple[str, ...] | None = None
+    frame_weights: str | None = None
+    prompt: Literal["task", "subtask"] = "task"
+
+    def frames(self) -> FrameRuns:
+        """Return the frames that are used: of the selected episodes, those of `tasks` with a weight.
+
+        Raises:
+            ConfigurationError: there are none.
+            DataError: a data file is damaged or inconsistent, or a weight is not a number of 0 or more.
+        """
+        chosen = selection(self.episodes)
+        if self.tasks is None and self.frame_weights is None:
+            return chosen.frames(self.dataset.episodes)
+        files = self.dataset.episodes.files_of(chosen.numbers(), None)
+        kept = np.sort(np.concatenate([self._kept(*file) for file in files]))
+        if not len(kept):
+            raise ConfigurationError(
+                "no frame is selected",
+                code="no_frame_selected",
+                where=str(self.dataset.files),
+                remedy="select other episodes or tasks, or other frame_weights",
+            )
+        begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
+        return FrameRuns(kept[begins], np.append(begins[1:], len(kept)))
+
+    def _kept(self, chunk: int, file: int) -> Array:
+        """Return the indices in the dataset of the frames of a data file that are used, int64 (frames,)."""
+        index = self.dataset.episodes
+        first, last = index.in_file(chunk, file)
+        numbers = np.arange(first.index, last.index + 1)
+        chosen = np.isin(numbers, selection(self.episodes).between(first.index, last.index))
+        names = ["task_index", *filter(None, [self.frame_weights])]
+        columns = self.dataset.columns(names, first, last)
+        used = np.repeat(chosen, index.lengths(first.index, last.index))
+        if self.tasks is not None:
+            listed = [number for number, text in self.dataset.tasks.items() if text in self.tasks]
+            used &= np.isin(columns["task_index"][:, 0], listed)
+        if self.frame_weights is not None:
+            weights = columns[self.frame_weights][:, 0]
+            if (wrong := np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))).size:
+                raise DataError(
+                    f"{self.frame_weights} is {weights[wrong[0]]}, not a number of 0 or more",
+                    code="invalid_frame_weight",
+                    where=f"{self.dataset.files}, frame {first.start + int(wrong[0])}",
+                    remedy="correct the column, or weigh frames by another one",
+                )
+            used &= weights > 0
+        return first.start + np.flatnonzero(used)
 
 
 def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
@@ -240,8 +297,8 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
 
 def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
     """Return the number of episodes and frames that are used."""
-    frames = [selection(source.episodes).frames(source.dataset.episodes)[1][-1] for source in sources]
-    return {"episodes": sum(len(source.episodes) for source in sources), "frames": int(sum(frames))}
+    frames = sum(int(source.frames().stops[-1]) for source in sources)
+    return {"episodes": sum(len(source.episodes) for source in sources), "frames": frames}
 
 
 def split(
@@ -333,15 +390,36 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
         raise ConfigurationError(
             f"{chosen} is selected of {count} episodes", code="unknown_episode", where=str(dataset.files)
         )
-    for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
-        if not dataset.feature(name).is_number:
+    # A dataset without the usual names can still be measured.
+    for name in filter(None, (state, settings.action, settings.frame_weights)):
+        feature = dataset.feature(name)
+        if not feature.is_number or (name == settings.frame_weights and feature.shape != (1,)):
             raise ConfigurationError(
-                f"feature {name!r} is {dataset.feature(name).dtype}",
+                f"feature {name!r} is {feature.dtype} of the shape {list(feature.shape)}",
                 code="feature_not_numeric",
                 where=str(dataset.files),
             )
+    if unknown := sorted(set(settings.tasks or ()) - set(dataset.tasks.values())):
+        raise ConfigurationError(
+            f"the dataset has no task {unknown[0]!r}",
+            code="unknown_task",
+            where=str(dataset.files),
+            remedy=f"choose among {', '.join(map(repr, islice(dataset.tasks.values(), 20)))}",
+        )
+    if settings.prompt == SUBTASK:
+        dataset.feature(PERSISTENT)
     return DatasetSource(
-        dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes)
+        dataset,
+        settings.tag,
+        settings.weight,
+        settings.horizon,
+        state,
+        action,
+        cameras,
+        selection(episodes),
+        settings.tasks,
+        settings.frame_weights,
+        settings.prompt,
     )
 
 

@@ -177,10 +177,18 @@ class Encoder:
         where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
         return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
 
-    def micro_batch(self, examples: Sequence[Any], seeds: Sequence[int]) -> PolicyMicroBatch:
-        """Make a micro-batch. The flow times and noise of an example depend only on its seed, not on batch or row."""
+    def micro_batch(
+        self, examples: Sequence[Any], seeds: Sequence[int], weights: Sequence[float] | None = None
+    ) -> PolicyMicroBatch:
+        """Make a micro-batch. The flow times and noise of an example depend only on its seed, not on batch or row.
+
+        Args:
+            weights: factors of the examples' losses; None: 1 for each.
+        """
         make = next(iter(self.processors.values())).batch
         batch, order = arranged(examples, self.settings.packing, partial(make, multiple=ROW_MULTIPLE))
+        if weights is not None:
+            batch = replace(batch, weights=torch.tensor([weights[index] for index in order]))
         draws = None
         if batch.actions is not None and self.policy.action_mode != "discrete":
             horizon = batch.actions.shape[1]
@@ -213,8 +221,13 @@ class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
 
     def _micro_batch(self, positions: Sequence[int]) -> PolicyMicroBatch:
         seed = self.encoder.settings.seed
-        examples = [self.encoder.example(self._sample(position)) for position in positions]
-        return self.encoder.micro_batch(examples, [draw_seed(seed, position) for position in positions])
+        samples = [self._sample(position) for position in positions]
+        weighted = any(source.frame_weights for source in self.mixture.sources)
+        return self.encoder.micro_batch(
+            [self.encoder.example(sample) for sample in samples],
+            [draw_seed(seed, position) for position in positions],
+            [sample.weight for sample in samples] if weighted else None,
+        )
 
     def _sample(self, position: int) -> RobotSample:
         sample, settings = self.mixture[position], self.encoder.settings

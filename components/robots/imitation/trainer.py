@@ -112,7 +112,7 @@ class PolicyTrainer:
     several ranks, and track a run.
 
     Args:
-        dataset: folder of a LeRobot dataset, version 3.0.
+        dataset: folder of a LeRobot dataset, version 3.0 or 3.1.
         policy: the policy to begin with: sizes of a tiny one, or a checkpoint.
         training: optimizer, batch and held-out settings.
         folder: receives a tiny policy, if `policy` asks for one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
@@ -22,7 +22,8 @@ Precision = Literal["float32", "bfloat16"]
 class LossDenominators(NamedTuple):
     """Denominators of an update's losses.
 
-    flow: of the flow-matching loss, in the model's own unit: examples in MolmoAct2, numbers of actions in SmolVLA.
+    flow: of the flow-matching loss, in the model's own unit, times their weights: examples in MolmoAct2, numbers of
+        actions in SmolVLA.
     token_weight: sum of the labeled tokens' weights; 0 if no tokens are trained.
 
     If every micro-batch uses the denominators of the whole update, the losses of the micro-batches add up to the
@@ -55,6 +56,7 @@ class ModelBatch(ABC):
 
     input_ids: token ids of the rows with padding, (B, L) int64.
     actions: normalized actions (E, T, dimensions); None if the batch is for inference, or only tokens are trained.
+    weights: factors of the examples' losses (E,) float32, whose sum replaces their number; None: 1 for each.
     """
 
     OBSERVED: ClassVar[tuple[str, ...]]
@@ -62,6 +64,7 @@ class ModelBatch(ABC):
 
     input_ids: Tensor
     actions: Tensor | None
+    weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod

@@ -214,7 +214,7 @@ def test_selection_counts_frames_before_a_frame(dataset, chosen):
     runs = source_of(dataset, episodes=sorted(chosen)).episodes
     frames = np.arange(0, EPISODES * LENGTH + 1, 11)
     owned = np.repeat(np.isin(np.arange(EPISODES), sorted(chosen)), LENGTH)
-    assert runs.before(frames, dataset.episodes).tolist() == [int(owned[:frame].sum()) for frame in frames]
+    assert runs.frames(dataset.episodes).before(frames).tolist() == [int(owned[:frame].sum()) for frame in frames]
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""Files of a LeRobotDataset v3.0 and the content of `meta/info.json`."""
+"""Files of a LeRobotDataset v3.0 or v3.1 and the content of `meta/info.json`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from armature.components.contracts.files import confined, read_bytes, regular
 from armature.components.contracts.metrics import read_finite
 
 VERSION = "v3.0"
+"""Version of the format that is written."""
+READ = (VERSION, "v3.1")
+"""Versions that are read. v3.1 may have language columns, see `language`."""
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -105,9 +108,9 @@ def read_info(path: Path) -> DatasetInfo:
         raise DataError(
             f"the file is not a JSON object of finite numbers: {error}", code="invalid_json", where=str(path)
         ) from error
-    if version != VERSION:
+    if version not in READ:
         raise DataError(
-            f"the dataset has version {version!r}, not {VERSION!r}",
+            f"the dataset has version {version!r}, not {' or '.join(READ)}",
             code="dataset_version_unsupported",
             where=str(path),
             remedy="convert it with lerobot's convert_dataset_v21_to_v30",

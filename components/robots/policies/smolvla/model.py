@@ -138,9 +138,10 @@ class SmolVLA(PolicyModel):
         return ["vlm.model.text_model.embed_tokens.weight"]
 
     def denominators(self, batch: SmolVLABatch, plan: None) -> LossDenominators:
-        """Return the number of valid numbers in the actions of a batch."""
+        """Return the number of valid numbers in the actions of a batch, each times its example's weight."""
         assert batch.valid is not None
-        return LossDenominators(float(batch.valid.sum()) * batch.action_dimensions)
+        valid = batch.valid if batch.weights is None else batch.valid * batch.weights[:, None]
+        return LossDenominators(float(valid.sum()) * batch.action_dimensions)
 
     def forward(
         self, batch: SmolVLABatch, draws: FlowSamples | None, plan: None, denominators: LossDenominators | None = None
@@ -151,7 +152,8 @@ class SmolVLA(PolicyModel):
         ((velocity, _),) = self.velocities(batch, points, draws.times, plan)
         squares = (velocity.float() - target)[..., : batch.action_dimensions].square()
         sums = (squares.mean(1).sum(-1) * batch.valid).sum(-1)
-        flow = sums.sum() / max((denominators or self.denominators(batch, plan)).flow, 1.0)
+        weighted = sums if batch.weights is None else sums * batch.weights
+        flow = weighted.sum() / ((denominators or self.denominators(batch, plan)).flow or 1.0)
         counts = (batch.valid.sum(-1) * batch.action_dimensions).clamp(min=1)
         zero = torch.zeros((), device=flow.device)
         nothing = zero.expand(len(sums))

@@ -118,6 +118,8 @@ class LabeledTokens:
         weights = torch.ones(len(owners), device=owners.device)
         if plan.token_weighting == "root_subsegments_root_tokens":
             weights = 2.0 / torch.bincount(owners, minlength=batch.examples)[owners].float().sqrt()
+        if batch.weights is not None:
+            weights = weights * batch.weights[owners]
         return cls(rows, columns, batch.labels[rows, columns], owners, weights)
 
     def hidden(self, states: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ def discrete_loss(
 ) -> DiscreteLoss:
     """Return the cross-entropy and the z-loss of action tokens.
 
-    The cross-entropy is sum w (logsumexp - logit) / max(W, 1), the z-loss z_scale sum w logsumexp^2 / max(W, 1).
+    The cross-entropy is sum w (logsumexp - logit) / W, the z-loss z_scale sum w logsumexp^2 / W; 0 without tokens.
 
     Args:
         logits: (K, vocabulary).
@@ -151,11 +153,12 @@ def discrete_loss(
     normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, tokens.labels[:, None])[:, 0]
     weighted = tokens.weights * (normalizer - chosen), tokens.weights * z_scale * normalizer.square()
-    batch_weight = tokens.weights.sum().clamp(min=1.0)
+    total = tokens.weights.sum()
+    batch_weight = total + (total == 0)
 
     def per_example(values: Tensor) -> Tensor:
         sums = torch.zeros(examples, device=values.device).index_add(0, tokens.owners, values.detach())
         return sums * examples / batch_weight
 
-    scalars = (values.sum() / max(token_weight, 1.0) for values in weighted)
+    scalars = (values.sum() / (token_weight or 1.0) for values in weighted)
     return DiscreteLoss(*scalars, *(per_example(values) for values in weighted))

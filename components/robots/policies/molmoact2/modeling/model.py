@@ -164,9 +164,9 @@ class MolmoAct2(PolicyModel):
         return [f"{table}.embedding"] if semantics == "head" else [f"{table}.embedding", f"{table}.new_embedding"]
 
     def denominators(self, batch: PolicyBatch, plan: LossPlan) -> LossDenominators:
-        """Return the number of examples of a batch, and the sum of its labeled tokens' weights."""
+        """Return the sums of the weights of a batch's examples and of its labeled tokens."""
         weight = float(LabeledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
-        return LossDenominators(float(batch.examples), weight)
+        return LossDenominators(float(batch.examples if batch.weights is None else batch.weights.sum()), weight)
 
     def forward(
         self,
@@ -200,8 +200,10 @@ class MolmoAct2(PolicyModel):
                 logits = self.vlm.lm_head(tokens.hidden(states))
                 weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
                 discrete = discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
-        examples = batch.examples if denominators is None else denominators.flow
-        flow = zero if errors is None else errors.sum() / examples
+        flow = zero
+        if errors is not None:
+            weighted = errors if batch.weights is None else errors * batch.weights
+            flow = weighted.sum() / (denominators or self.denominators(batch, plan)).flow
         return PolicyLosses(
             total=flow + discrete.cross_entropy + discrete.z,
             flow=flow,
