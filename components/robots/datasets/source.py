@@ -155,7 +155,7 @@ class DatasetSource:
     prompt: Literal["task", "subtask"] = "task"
 
     def frames(self) -> FrameRuns:
-        """Return the frames that are used: of the selected episodes, those of `tasks` with a weight.
+        """Return the frames that are used: the frames of `tasks` with a weight above 0 in the selected episodes.
 
         Raises:
             ConfigurationError: there are none.
@@ -165,18 +165,18 @@ class DatasetSource:
         if self.tasks is None and self.frame_weights is None:
             return chosen.frames(self.dataset.episodes)
         files = self.dataset.episodes.files_of(chosen.numbers(), None)
-        kept = np.sort(np.concatenate([self._kept(*file) for file in files]))
-        if not len(kept):
+        used = np.sort(np.concatenate([self._used(*file) for file in files]))
+        if not len(used):
             raise ConfigurationError(
                 "no frame is selected",
                 code="no_frame_selected",
                 where=str(self.dataset.files),
                 remedy="select other episodes or tasks, or other frame_weights",
             )
-        begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
-        return FrameRuns(kept[begins], np.append(begins[1:], len(kept)))
+        begins = np.flatnonzero(np.diff(used, prepend=-2) != 1)
+        return FrameRuns(used[begins], np.append(begins[1:], len(used)))
 
-    def _kept(self, chunk: int, file: int) -> Array:
+    def _used(self, chunk: int, file: int) -> Array:
         """Return the indices in the dataset of the frames of a data file that are used, int64 (frames,)."""
         index = self.dataset.episodes
         first, last = index.in_file(chunk, file)

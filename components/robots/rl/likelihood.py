@@ -48,8 +48,8 @@ class ActionLikelihood(Protocol):
 
     @property
     def of_tokens(self) -> bool:
-        """True if actions are tokens. The value head then reads hidden states of the VLM instead of those of the action
-        expert."""
+        """True if actions are tokens. The value head then reads hidden states of the VLM instead of the action
+        expert's."""
 
     def predict(self, model: PolicyModel, part: ActionChunkBatch, others: Sequence[nn.Module] = ()) -> list[Prediction]:
         """Return the prediction of the model, followed by one prediction for each action expert in `others`.

@@ -143,8 +143,8 @@ def test_held_out_episodes_are_chosen_from_alike(dataset) -> None:
 def test_subtask_is_the_latest_one_that_has_begun(dataset) -> None:
     annotate(dataset, SPOKEN)
     mixture = Mixture([source(dataset, prompt="subtask", episodes=(0, 1))], 2, 0)
-    said = [mixture.sample(place).observation.task for place in mixture.every()]
-    assert said == ["reach"] * 3 + ["pull"] * 4 + ["push"] * 5
+    prompts = [mixture.sample(place).observation.task for place in mixture.every()]
+    assert prompts == ["reach"] * 3 + ["pull"] * 4 + ["push"] * 5
     tasks = Mixture([source(dataset, episodes=(0, 1))], 2, 0)
     assert [tasks.sample(place).observation.task for place in tasks.every()] == ["open"] * 7 + ["close"] * 5
 

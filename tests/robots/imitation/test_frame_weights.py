@@ -77,8 +77,8 @@ def test_training_weighs_frames_by_the_column(assembled) -> None:
         assert micro.batch.weights is not None and (micro.batch.weights > 0).all()
     samples = [updates.mixture[position] for position in updates.positions(1)]
     expected = sorted(sample.frame / sources_fps(updates) for sample in samples)
-    found = sorted(float(weight) for micro in updates[1] for weight in micro.batch.weights)
-    assert found == pytest.approx(expected, abs=1e-6)
+    weights = sorted(float(weight) for micro in updates[1] for weight in micro.batch.weights)
+    assert weights == pytest.approx(expected, abs=1e-6)
     assert training.learner.step(updates[1])["loss"] > 0
 
 
