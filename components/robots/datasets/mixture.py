@@ -101,7 +101,7 @@ class Mixture:
         self._schedule = MixtureSchedule([source.weight for source in sources], seed)
         cache = DownloadCache.standard()
         self._frames = [FrameReader(source.dataset, cache) for source in sources]
-        self._runs = [source.frames() for source in sources]
+        self._runs = [source.frames for source in sources]
         self.file_shuffle = None
         if file_shuffle is not None:
             weights = [source.weight for source in sources]
@@ -114,7 +114,7 @@ class Mixture:
 
     @property
     def frames(self) -> int:
-        """Number of frames in all selected episodes."""
+        """Number of frames that are used, of all sources."""
         return sum(int(runs.stops[-1]) for runs in self._runs)
 
     def place(self, position: int) -> FrameIndex:
@@ -168,7 +168,7 @@ class Mixture:
     def files(self, source: int, first: int, stop: int) -> Iterator[PurePosixPath]:
         """Yield the data and video files that must be downloaded completely to read some frames of a source.
 
-        These are frames `first` to `stop` (exclusive), counted over the selected episodes.
+        These are frames `first` to `stop` (exclusive) of those that are used.
         """
         used = self.sources[source]
         dataset, info = used.dataset, used.dataset.info

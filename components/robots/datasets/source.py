@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, overload
@@ -154,12 +155,13 @@ class DatasetSource:
     frame_weights: str | None = None
     prompt: Literal["task", "subtask"] = "task"
 
+    @cached_property
     def frames(self) -> FrameRuns:
-        """Return the frames that are used: the frames of `tasks` with a weight above 0 in the selected episodes.
+        """Frames that are used: the frames of `tasks` with a weight above 0 in the selected episodes.
 
         Raises:
             ConfigurationError: there are none.
-            DataError: a data file is damaged or inconsistent, or a weight is not a number of 0 or more.
+            DataError: a data file is damaged or inconsistent, or a frame's weight is not a number of 0 or more.
         """
         chosen = selection(self.episodes)
         if self.tasks is None and self.frame_weights is None:
@@ -176,6 +178,14 @@ class DatasetSource:
         begins = np.flatnonzero(np.diff(used, prepend=-2) != 1)
         return FrameRuns(used[begins], np.append(begins[1:], len(used)))
 
+    def used_episodes(self) -> Array:
+        """Return the selected episodes that have a frame that is used, int64 (episodes,); see `frames`."""
+        numbers = selection(self.episodes).numbers()
+        if self.tasks is None and self.frame_weights is None:
+            return numbers
+        counts = np.diff(self.frames.before(self.dataset.episodes.numbers["stop"]), prepend=0)
+        return numbers[counts[numbers] > 0]
+
     def _used(self, chunk: int, file: int) -> Array:
         """Return the indices in the dataset of the frames of a data file that are used, int64 (frames,)."""
         index = self.dataset.episodes
@@ -189,10 +199,12 @@ class DatasetSource:
             listed = [number for number, text in self.dataset.tasks.items() if text in self.tasks]
             used &= np.isin(columns["task_index"][:, 0], listed)
         if self.frame_weights is not None:
-            weights = columns[self.frame_weights][:, 0]
-            if (wrong := np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))).size:
+            stored = columns[self.frame_weights][:, 0]
+            with np.errstate(over="ignore"):
+                weights = stored.astype(np.float32)  # as the losses are
+            if (wrong := np.flatnonzero(used & ~((weights >= 0) & np.isfinite(weights)))).size:
                 raise DataError(
-                    f"{self.frame_weights} is {weights[wrong[0]]}, not a number of 0 or more",
+                    f"{self.frame_weights} is {stored[wrong[0]]}, not a float32 number of 0 or more",
                     code="invalid_frame_weight",
                     where=f"{self.dataset.files}, frame {first.start + int(wrong[0])}",
                     remedy="correct the column, or weigh frames by another one",
@@ -297,8 +309,8 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
 
 def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
     """Return the number of episodes and frames that are used."""
-    frames = sum(int(source.frames().stops[-1]) for source in sources)
-    return {"episodes": sum(len(source.episodes) for source in sources), "frames": frames}
+    frames = sum(int(source.frames.stops[-1]) for source in sources)
+    return {"episodes": sum(len(source.used_episodes()) for source in sources), "frames": frames}
 
 
 def split(
@@ -307,8 +319,8 @@ def split(
     """Split the episodes of each source. Return the sources for training and the sources for held-out episodes.
 
     Args:
-        held_out: share of each dataset's episodes to hold out, rounded, at least one episode. With 0 nothing is held
-            out and the second tuple is empty.
+        held_out: share of each dataset's episodes to hold out, rounded, at least one episode. Episodes without a frame
+            that is used do not count. With 0 nothing is held out and the second tuple is empty.
 
     Raises:
         ConfigurationError: a dataset has too few episodes.
@@ -317,16 +329,16 @@ def split(
         return tuple(sources), ()
     training, heldout = [], []
     for number, source in enumerate(sources):
-        count = max(1, round(len(source.episodes) * held_out))
-        if count >= len(source.episodes):
+        numbers = source.used_episodes()
+        count = max(1, round(len(numbers) * held_out))
+        if count >= len(numbers):
             raise ConfigurationError(
-                f"{count} of {len(source.episodes)} episodes would be held out, which leaves none to train on",
+                f"{count} of {len(numbers)} episodes would be held out, which leaves none to train on",
                 code="heldout_too_large",
                 where=str(source.dataset.files),
                 remedy="record more episodes, or hold out a smaller fraction",
             )
-        chosen = np.sort(np.random.default_rng([seed, number]).permutation(len(source.episodes))[:count])
-        numbers = selection(source.episodes).numbers()
+        chosen = np.sort(np.random.default_rng([seed, number]).permutation(len(numbers))[:count])
         training.append(replace(source, episodes=EpisodeSelection(np.delete(numbers, chosen))))
         heldout.append(replace(source, episodes=EpisodeSelection(numbers[chosen])))
     return tuple(training), tuple(heldout)

@@ -26,8 +26,10 @@ FEATURES = {
     "observation.state": Feature(dtype="float32", shape=(1,)),
     "action": Feature(dtype="float32", shape=(2,)),
     "intervention": Feature(dtype="bool", shape=(1,)),
+    "advantage": Feature(dtype="float64", shape=(1,)),
     "note": Feature(dtype="string", shape=(1,)),
 }
+ADVANTAGES = [np.zeros(7), np.full(5, 1e39), np.full(6, 1.5), np.array([1, -1, 0, 2, 0, 0, 0, 0, 0])]
 MARKED = [np.arange(length) % 4 >= 2 for length in LENGTHS]
 SPOKEN = {0: [(0.0, "reach"), (0.3, "pull")], 1: [(0.0, "push")], 2: [(0.2, "late")], 3: []}
 ROW = pa.struct(
@@ -54,6 +56,7 @@ def dataset(tmp_path):
                 "observation.state": state,
                 "action": np.stack([state, state], 1),
                 "intervention": MARKED[number],
+                "advantage": ADVANTAGES[number].astype(float),
                 "note": np.array(["x"] * length),
             }
             writer.add_episode(frames, TASKS[number])
@@ -138,6 +141,27 @@ def test_held_out_episodes_are_chosen_from_alike(dataset) -> None:
     counts = [sum(int(MARKED[number].sum()) for number in part[0].episodes) for part in (training, heldout)]
     assert [Mixture(list(part), 2, 0).frames for part in (training, heldout)] == counts
     assert sum(counts) == sum(int(marked.sum()) for marked in MARKED)
+
+
+def test_episodes_without_a_chosen_frame_are_not_held_out(dataset) -> None:
+    chosen = source(dataset, tasks=("open",))
+    assert counted([chosen])["episodes"] == 2
+    for seed in range(4):
+        parts = split([chosen], 0.25, seed)
+        assert sorted(number for (part,) in parts for number in part.episodes) == [0, 2]
+
+
+@pytest.mark.parametrize(("episodes", "frame"), [((1,), 7), ((3,), 19)])  # more than float32 can hold, less than 0
+def test_frame_with_an_invalid_weight_is_refused(dataset, episodes, frame) -> None:
+    with refused("invalid_frame_weight", f"frame {frame}", kind=DataError):
+        Mixture([source(dataset, frame_weights="advantage", episodes=episodes)], 2, 0)
+
+
+def test_invalid_weights_of_frames_that_are_not_chosen_do_not_matter(dataset) -> None:
+    weights = {"frame_weights": "advantage", "tasks": ("open",)}
+    for choice in (weights, {"frame_weights": "advantage", "episodes": (0, 2)}):
+        mixture = Mixture([source(dataset, **choice)], 2, 0)
+        assert mixture.frames == LENGTHS[2] and mixture[0].weight == 1.5
 
 
 def test_subtask_is_the_latest_one_that_has_begun(dataset) -> None:

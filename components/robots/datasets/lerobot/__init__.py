@@ -1,1 +1,1 @@
-"""Reader and writer of LeRobotDataset v3.0, the common format of robot datasets, independent of the lerobot package."""
+"""Reader and writer of LeRobotDataset v3, the common format of robot datasets, independent of the lerobot package."""

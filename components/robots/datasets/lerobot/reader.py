@@ -1,4 +1,4 @@
-"""Reader of a LeRobotDataset v3.0: episodes, columns, images, and windows over time."""
+"""Reader of a LeRobotDataset v3.0 or v3.1: episodes, columns, images, and windows over time."""
 
 from __future__ import annotations
 
