@@ -79,8 +79,10 @@ class DigitsEpisode:
         return Observation((side_by_side(self._rows, self._settings.image_size), self._settings.question))
 
     async def step(self, action: str) -> Outcome:
-        last = re.findall(r"[0-9]{1,9}", action)[-1:]
-        return Outcome(None, {"correct": float([int(each) for each in last] == [handwritten()[1][self._rows].sum()])})
+        number = str(handwritten()[1][self._rows].sum())
+        last = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", action)[-1:]
+        # Numbers are compared as texts, because int() refuses very long ones.
+        return Outcome(None, {"correct": float([each.lstrip("0") for each in last] == [number.lstrip("0")])})
 
     async def close(self) -> None:
         pass

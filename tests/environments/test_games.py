@@ -64,7 +64,11 @@ def test_digits_are_shown_from_left_to_right_and_demonstrated_as_labeled() -> No
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("7", 1.0), ("3 + 4 = 7", 1.0), (" 7.\n", 1.0), ("7 = 3 + 4", 0.0), ("17", 0.0), ("", 0.0)]
+    ("answer", "reward"),
+    [
+        *((answer, 1.0) for answer in ("7", "3 + 4 = 7", " 7.\n", "07")),
+        *((answer, 0.0) for answer in ("7 = 3 + 4", "17", "", "-7", "0.7", f"{'9' * 9}7", f"{'9' * 5000}7")),
+    ],
 )
 def test_last_number_is_graded(answer: str, reward: float) -> None:
     three, four = (int((load_digits().target == digit).argmax()) for digit in (3, 4))
