@@ -155,11 +155,14 @@ class TrainVla(Sections):
             refuse_episodes(self.evaluation, self.simulator)
 
     def check_stages(self, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> None:
-        """Check that the dataset's robot is the simulator's."""
+        """Check that the dataset has what the recipe uses of it, and that its robot is the simulator's."""
         from armature.components.configuration.stages import run_stage
 
-        if self.evaluation is not None and self.dataset is not None:
-            self.refuse_other_robot(run_stage("dataset", self.dataset, {}, self.machine))
+        if self.dataset is None:
+            return
+        data = run_stage("dataset", self.dataset, {}, self.machine)
+        if self.evaluation is not None:
+            self.refuse_other_robot(data)
             say("dataset: its robot is the simulator's robot")
 
     def refuse_other_robot(self, data: Artifact) -> None:

@@ -192,7 +192,7 @@ class DatasetSource:
         first, last = index.in_file(chunk, file)
         numbers = np.arange(first.index, last.index + 1)
         chosen = np.isin(numbers, selection(self.episodes).between(first.index, last.index))
-        names = ["task_index", *filter(None, [self.frame_weights])]
+        names = ["task_index", self.frame_weights] if self.frame_weights is not None else ["task_index"]
         columns = self.dataset.columns(names, first, last)
         used = np.repeat(chosen, index.lengths(first.index, last.index))
         if self.tasks is not None:
@@ -403,13 +403,16 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
             f"{chosen} is selected of {count} episodes", code="unknown_episode", where=str(dataset.files)
         )
     # A dataset without the usual names can still be measured.
-    for name in filter(None, (state, settings.action, settings.frame_weights)):
-        feature = dataset.feature(name)
-        if not feature.is_number or (name == settings.frame_weights and feature.shape != (1,)):
+    for column in (state, settings.action, settings.frame_weights):
+        if column is None:
+            continue
+        feature = dataset.feature(column)
+        if not feature.is_number or (column == settings.frame_weights and feature.shape != (1,)):
             raise ConfigurationError(
-                f"feature {name!r} is {feature.dtype} of the shape {list(feature.shape)}",
+                f"feature {column!r} is {feature.dtype} of the shape {list(feature.shape)}",
                 code="feature_not_numeric",
                 where=str(dataset.files),
+                remedy="name a numeric feature, and for frame_weights one with a single number a frame",
             )
     if unknown := sorted(set(settings.tasks or ()) - set(dataset.tasks.values())):
         raise ConfigurationError(

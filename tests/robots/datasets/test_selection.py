@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.lerobot.layout import Feature
 from armature.components.robots.datasets.lerobot.reader import open_dataset
@@ -199,6 +200,7 @@ def test_damaged_subtasks_are_refused(dataset, spoken) -> None:
         ({"frame_weights": "note"}, "feature_not_numeric"),
         ({"frame_weights": "action"}, "feature_not_numeric"),
         ({"frame_weights": "interventions"}, "unknown_feature"),
+        ({"frame_weights": ""}, "unknown_feature"),
         ({"prompt": "subtask"}, "unknown_feature"),
     ],
 )
@@ -210,3 +212,16 @@ def test_choice_that_the_dataset_does_not_have_is_refused(dataset, choice, code)
 def test_choice_of_no_frame_is_refused(dataset) -> None:
     with refused("no_frame_selected", kind=ConfigurationError):
         Mixture([source(dataset, tasks=("close",), frame_weights="intervention", episodes=(0,))], 2, 0)
+
+
+def test_check_reads_the_dataset_of_a_robot_without_a_simulator(dataset, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'flow = "train-vla"\nextends = { file = "train-vla/own-robot-tiny", without = ["dataset.path"] }\n'
+        '[[dataset.sources]]\npath = "marked"\ntag = "robot"\ncameras = {}\n'
+    )
+    load_recipe(file).values.check_stages({}, print)
+    file.write_text(file.read_text() + 'tasks = ["fly"]\n')
+    with refused("unknown_task", "fly", kind=ConfigurationError):
+        load_recipe(file).values.check_stages({}, print)
