@@ -42,7 +42,7 @@ class SourceSettings(Settings):
     """Episodes to use; none: all."""
     tasks: tuple[str, ...] | None = Field(None, min_length=1)
     """Texts of tasks: only frames of these tasks are used; none: all."""
-    frame_weights: str | None = None
+    frame_weights: str | None = Field(None, min_length=1)
     """Feature with one number a frame, 0 or more, by which the frame's loss is multiplied: an advantage, or
     intervention for corrections by people alone. Frames with 0 are left out; none: every frame counts alike."""
     prompt: Literal["task", "subtask"] = "task"

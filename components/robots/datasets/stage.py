@@ -24,7 +24,7 @@ from armature.components.robots.datasets.lerobot.reader import Dataset
 from armature.components.robots.datasets.measure import Measured, cores, measure_dataset, merge, overall, plan
 from armature.components.robots.datasets.quantiles import QUANTILES, FeatureStatistics, FeatureValues, document
 from armature.components.robots.datasets.settings import QuantileStatsSettings
-from armature.components.robots.datasets.source import DatasetSource, counted, open_sources, selection
+from armature.components.robots.datasets.source import DatasetSource, open_sources, selection
 
 # --- Report: the distribution of each number, and the statistics it is normalized with ---
 
@@ -107,7 +107,8 @@ def write_statistics(
     if len(homes) > 1:
         links = {tag: f"{home.relative_to(folder).as_posix()}/report.html" for tag, home in homes.items()}
         write_report(folder / "report.html", Page("Statistics", {"datasets": f"{len(sources):,}"}, links))
-    return StageReport(rows=counted(sources))
+    frames = sum(int(selection(source.episodes).frames(source.dataset.episodes).stops[-1]) for source in sources)
+    return StageReport(rows={"episodes": sum(len(source.episodes) for source in sources), "frames": frames})
 
 
 QUANTILE_STATS_STAGE = Stage("quantile-stats", 5, QuantileStatsSettings, ("dataset",), write_statistics)

@@ -9,15 +9,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
+from armature.components.artifacts.manifest import read_manifest
 from armature.components.configuration import load_recipe
+from armature.components.configuration.stages import run_stage
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.lerobot.layout import Feature
 from armature.components.robots.datasets.lerobot.reader import open_dataset
 from armature.components.robots.datasets.lerobot.writer import create_dataset
 from armature.components.robots.datasets.mixture import Mixture
-from armature.components.robots.datasets.settings import FileShuffleSettings, SourceSettings
-from armature.components.robots.datasets.source import _source, counted, split
+from armature.components.robots.datasets.settings import (
+    DatasetSettings,
+    FileShuffleSettings,
+    QuantileStatsSettings,
+    SourceSettings,
+)
+from armature.components.robots.datasets.source import _source, counted, pinned, split
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import layout
@@ -200,13 +209,28 @@ def test_damaged_subtasks_are_refused(dataset, spoken) -> None:
         ({"frame_weights": "note"}, "feature_not_numeric"),
         ({"frame_weights": "action"}, "feature_not_numeric"),
         ({"frame_weights": "interventions"}, "unknown_feature"),
-        ({"frame_weights": ""}, "unknown_feature"),
         ({"prompt": "subtask"}, "unknown_feature"),
     ],
 )
 def test_choice_that_the_dataset_does_not_have_is_refused(dataset, choice, code) -> None:
     with refused(code, kind=ConfigurationError):
         source(dataset, **choice)
+
+
+def test_empty_names_are_refused() -> None:
+    for choice in ({"frame_weights": ""}, {"tasks": ()}):
+        with refused("string_too_short" if "frame_weights" in choice else "too_short", kind=ValidationError):
+            SourceSettings(path="data", tag="robot", **choice)
+
+
+def test_statistics_count_all_frames_of_the_selected_episodes(dataset, tmp_path) -> None:
+    settings = {"path": str(dataset), "tag": "robot", "episodes": (0, 2), "frame_weights": "intervention"}
+    machine = make_machine(store=tmp_path / "store")
+    sources = pinned(DatasetSettings.model_validate({"sources": [settings]}))
+    chosen = run_stage("dataset", sources, {}, machine)
+    measured = run_stage("quantile-stats", QuantileStatsSettings(features=("action",)), {"dataset": chosen}, machine)
+    counts = [read_manifest(stage.path).rows["frames"] for stage in (chosen, measured)]
+    assert counts == [MARKED[0].sum() + MARKED[2].sum(), 7 + 6]
 
 
 def test_choice_of_no_frame_is_refused(dataset) -> None:
