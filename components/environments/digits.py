@@ -5,7 +5,6 @@ The digits are scikit-learn's, 1,797 images of 8 x 8 pixels that people have wri
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from armature.components.contracts.episodes import Observation, Outcome, Task
 from armature.components.contracts.images import EncodedImage
 from armature.components.contracts.settings import Settings
 from armature.components.environments.generated import GeneratedEnvironment
+from armature.components.rewards.number import read_number
 
 HELDOUT = 5
 """One in so many handwritten digits is shown in held-out tasks only."""
@@ -79,10 +79,8 @@ class DigitsEpisode:
         return Observation((side_by_side(self._rows, self._settings.image_size), self._settings.question))
 
     async def step(self, action: str) -> Outcome:
-        number = str(handwritten()[1][self._rows].sum())
-        last = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", action)[-1:]
-        # Numbers are compared as texts, because int() refuses very long ones.
-        return Outcome(None, {"correct": float([each.lstrip("0") for each in last] == [number.lstrip("0")])})
+        total = handwritten()[1][self._rows].sum()
+        return Outcome(None, {"correct": float(read_number(action, "last", percent=1.0) == total)})
 
     async def close(self) -> None:
         pass
