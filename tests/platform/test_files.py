@@ -140,10 +140,16 @@ PUBLISHED_EXPERT = {
     "policy": {"action_mode": "continuous"},
     "training": {"mode": "expert", "learning_rates.action_expert": 5e-5},
 }
+PUBLISHED_CONTINUOUS = {
+    "policy": {"checkpoint_path": "allenai/MolmoAct2", "action_mode": "continuous", "semantics": "head"},
+    "training": {"mode": "full", "max_steps": 10_000, "warmup_steps": 200, "decay_steps": 24_000},
+}
+"""Settings on the same page since pull request 4249."""
 PUBLISHED_EVALUATION = {name: PUBLISHED_VLA[name] for name in ("evaluation", "simulator")}
 PUBLISHED = {
     "train-vlm/molmo2": PUBLISHED_GIGPO,
     "train-vla/molmoact2": PUBLISHED_VLA,
+    "train-vla/molmoact2-continuous": PUBLISHED_CONTINUOUS,
     "train-vla/molmoact2-lora": PUBLISHED_LORA,
     "train-vla/molmoact2-expert": PUBLISHED_EXPERT,
     "evaluate/libero": PUBLISHED_EVALUATION,

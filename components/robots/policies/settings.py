@@ -202,7 +202,7 @@ class RobotPolicySettings(Settings):
     norm_tag: str | None = None
     """Entry of the checkpoint's norm_stats.json to use: its statistics, prompt words, cameras and horizon."""
     semantics: Semantics = "head"
-    """LeRobot version whose training behavior is reproduced: head, 0.6.1 or seed."""
+    """LeRobot version whose training is reproduced: head (since pull request 4249), 0.6.1, or seed (the first one)."""
     image_attention_at_inference: Literal["bidirectional", "as_trained"] = "bidirectional"
     """Attention among image tokens at inference. The released code trains causally (continuous, both), but infers
     bidirectionally."""

@@ -290,9 +290,11 @@ class MolmoAct2Config(_Section):
 
 # --- Differences in training between the three published versions ---
 #
-# A fourth difference is not reproduced: in the versions seed and 0.6.1, padding on the right counted as context of the
-# action expert, so an example's loss depended on the lengths of its neighbors in the batch. Here padding is never
-# context.
+# They are commits of LeRobot: head c13d79e6 (2026-08-21, pull request 4249), 0.6.1 the release, seed 24017e96
+# (2026-05-27, pull request 3604).
+#
+# Not reproduced: in seed and 0.6.1, padding on the right counted as context of the action expert, so an example's loss
+# depended on the lengths of its neighbors in the batch. Here padding is never context.
 
 
 @dataclass(frozen=True)
