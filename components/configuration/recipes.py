@@ -150,6 +150,7 @@ RECIPES = Registry(
         "evaluate/libero-openpi": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-lerobot": f"{_ROBOTS}:EvaluateLibero",
         "evaluate/libero-sweep": f"{_ROBOTS}:SweepPolicies",
+        "evaluate/metaworld": f"{_ROBOTS}:EvaluateBenchmark",
     },
 )
 """Recipe classes. A key is the whole name of a recipe, or the name of a flow, for all other recipes of the flow."""

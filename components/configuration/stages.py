@@ -57,6 +57,7 @@ STAGES = Registry(
         "train-vla": "armature.components.robots.imitation.stage:TRAIN_VLA_STAGE",
         "train-vla-rl": "armature.components.robots.rl.stage:TRAIN_VLA_RL_STAGE",
         "evaluate-libero": "armature.components.robots.evaluation.stage:EVALUATE_LIBERO_STAGE",
+        "evaluate-benchmark": "armature.components.robots.served.stage:EVALUATE_BENCHMARK_STAGE",
         "compare-libero": "armature.components.robots.evaluation.stage:COMPARE_LIBERO_STAGE",
         "compare-policies": "armature.components.robots.evaluation.sweep:COMPARE_POLICIES_STAGE",
     },

@@ -22,6 +22,7 @@ from armature.components.robots.evaluation.settings import (
     CompareLiberoSettings,
     EvaluateLiberoStageSettings,
     LiberoEvaluationSettings,
+    PlayingSettings,
     TrainLiberoEvaluationSettings,
 )
 from armature.components.robots.evaluation.sweep import PolicySweepSettings
@@ -34,6 +35,11 @@ from armature.components.robots.rl.settings import (
     RobotRLTrainerSettings,
     RobotRolloutSettings,
     TrainVLARLSettings,
+)
+from armature.components.robots.served.settings import (
+    BenchmarkEvaluationSettings,
+    EvaluateBenchmarkStageSettings,
+    ServedBenchmarkSettings,
 )
 from armature.components.training.processes import TrainerProcesses
 
@@ -376,6 +382,52 @@ class SweepPolicies(LiberoPlayers):
         return {f"sweep.policies.{name}": policy for name, policy in self.sweep.policies.items()}
 
 
+class EvaluateBenchmark(Sections):
+    """Play tasks of a benchmark of vla-eval and report the success rates."""
+
+    FLOW = "armature.flows.evaluate_benchmark.evaluate_benchmark"
+    JOINED = (EvaluateBenchmarkStageSettings,)
+
+    policy: RobotPolicySettings
+    """The policy to evaluate."""
+    benchmark: ServedBenchmarkSettings
+    """The benchmark, and the environment in which it runs."""
+    evaluation: BenchmarkEvaluationSettings
+    """Tasks and number of episodes, and the sampling of actions."""
+    comparison: CompareLiberoSettings
+    """Comparison with the other policy, if there is one."""
+    machine: MachineSection = Machine()
+    against: RobotPolicySettings | None = None
+    """Another policy that plays the same episodes; none: no comparison."""
+
+    def policies(self) -> dict[str, RobotPolicySettings]:
+        """Return the policy, and the other one if there is one."""
+        return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
+
+    @model_validator(mode="after")
+    def _check_policies(self) -> Self:
+        for place, policy in self.policies().items():
+            _refuse_played("evaluation", self.evaluation, place, policy)
+        return self
+
+    def refuse_sources(self) -> None:
+        """Check that each policy has one source, which may also be an alias of MLflow."""
+        from armature.components.robots.policies.source import policy_source
+
+        for policy in self.policies().values():
+            policy_source(policy)
+
+    def refuse_ahead(self) -> None:
+        """Check that the benchmark's environment exists and external policies fit it, before anything is computed."""
+        from armature.components.robots.evaluation.robot import refuse_unfit
+        from armature.components.robots.served.runs import benchmark_python, served_robot
+
+        benchmark_python(self.benchmark)
+        for place, policy in self.policies().items():
+            if policy.external is not None:
+                refuse_unfit(policy.external, served_robot(self.benchmark), self.evaluation, place)
+
+
 def _refuse_missing(dataset: DatasetSettings | None) -> None:
     from armature.components.machine.project import project_source
     from armature.components.robots.datasets.remote import refuse_missing_dataset
@@ -402,7 +454,7 @@ def _refuse_unnamed(policy: RobotPolicySettings) -> None:
 
 def _refuse_played(
     section: str,
-    played: LiberoEvaluationSettings | RobotRolloutSettings | None,
+    played: PlayingSettings | None,
     name: str,
     policy: RobotPolicySettings,
 ) -> None:

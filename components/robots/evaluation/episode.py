@@ -84,11 +84,13 @@ def play_episode(
     actor: Actor,
     film: bool = False,
     measure: bool = False,
+    action_dimensions: int = len(ACTION_NAMES),
 ) -> PlayedEpisode:
     """Play an episode in slot `slot` of a simulator process.
 
     Args:
         film: keep the camera images of every step. measure: record the goal progress.
+        action_dimensions: number of values of an action of the robot.
 
     Raises:
         WorkerError: the simulator died, or its state is not finite.
@@ -99,14 +101,14 @@ def play_episode(
     carried_out: list[Actions] = []
     frames: list[CameraImages] = []
     progress = [process.progress(slot)] if measure else []
-    steps, chunk, success = 0, 0, False
-    while steps < planned.max_steps and not success:
-        actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
+    steps, chunk, success, ended = 0, 0, False, False
+    while steps < planned.max_steps and not success and not ended:
+        actions = _checked(actor(observation, chunk), planned, chunk, action_dimensions)[: planned.max_steps - steps]
         carried = process.step(actions, slot, film)
         carried_out.append(actions[: carried.steps])
         frames += carried.frames
         progress += [process.progress(slot)] if measure else []
-        observation, success = carried.observation, carried.success
+        observation, success, ended = carried.observation, carried.success, carried.ended
         steps, chunk = steps + carried.steps, chunk + 1
         _refuse_state(observation, planned, chunk)
     if film:
@@ -135,13 +137,13 @@ def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk:
         )
 
 
-def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
-    if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
+def _checked(actions: Actions, planned: PlannedEpisode, chunk: int, dimensions: int) -> Actions:
+    if actions.ndim != 2 or not len(actions) or actions.shape[1] != dimensions:
         raise DataError(
-            f"the policy returned actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
+            f"the policy returned actions of shape {actions.shape}, the robot takes (n, {dimensions})",
             code="action_shape_mismatch",
             where=f"{planned.name}, chunk {chunk}",
-            remedy="evaluate a policy that was trained on the actions of LIBERO",
+            remedy="evaluate a policy that was trained on the actions of this robot",
         )
     if not np.isfinite(actions).all():
         raise DataError(

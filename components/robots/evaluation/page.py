@@ -44,6 +44,7 @@ def evaluation_report(
     configuration: Mapping[str, Any],
     links: Mapping[str, str],
     perturbed: Sequence[PerturbedResult] = (),
+    title: str = "Evaluation in LIBERO",
 ) -> HtmlReport:
     """Return the report of an evaluation.
 
@@ -63,7 +64,7 @@ def evaluation_report(
     tables = [_by_suite(suites), _by_perturbation(results, perturbed), _by_task(results)]
     tables.append(_failures([*results, *perturbed]))
     return HtmlReport(
-        f"Evaluation in LIBERO: {', '.join(suites)}",
+        f"{title}: {', '.join(suites)}",
         figures,
         {**links, **videos},
         images=[_still(still) for still in stills[:_STILLS]],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.machine.project import project_source
 from armature.components.robots.datasets.source import DatasetSource
-from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, LiberoEvaluationSettings
+from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, PolicyEvaluationSettings
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
 from armature.components.robots.policies.lerobot.process import lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotConventions, ServedPolicySettings
@@ -26,6 +27,24 @@ COMPUTED_HERE = (
 )
 """Settings of an evaluation that only have an effect if its own process computes the policy."""
 _REMEDY = "leave out the sections evaluation and simulator: then the error of held-out actions measures the policy"
+
+
+@dataclass(frozen=True)
+class SimulatedRobot:
+    """The robot of a simulator: its conventions, and the images of its cameras.
+
+    cameras: names of features by name of the camera in the simulator. resolution: height and width of images.
+    """
+
+    conventions: RobotConventions
+    cameras: Mapping[str, str]
+    resolution: int
+
+
+def libero_robot(simulator: SimulatorSettings) -> SimulatedRobot:
+    """Return LIBERO's robot."""
+    names = {camera: f"{IMAGES}{name}" for camera, name in simulator.camera_name_mapping.items()}
+    return SimulatedRobot(libero_conventions(simulator), names, simulator.resolution)
 
 
 def libero_conventions(simulator: SimulatorSettings) -> RobotConventions:
@@ -87,6 +106,16 @@ def refuse_external(
     settings: EvaluateLiberoStageSettings,
     section: str = "policy",
 ) -> None:
+    """Check that a policy of another program fits LIBERO, see `refuse_unfit`."""
+    refuse_unfit(external, libero_robot(settings.simulator), settings.evaluation, section)
+
+
+def refuse_unfit(
+    external: ServedPolicySettings | LeRobotPolicySettings,
+    robot: SimulatedRobot,
+    plan: PolicyEvaluationSettings,
+    section: str = "policy",
+) -> None:
     """Check that a policy of another program fits the simulator and the settings of the evaluation.
 
     Args:
@@ -95,21 +124,21 @@ def refuse_external(
     Raises:
         ConfigurationError: their conventions disagree, or a setting would have no effect.
     """
-    simulator, declared = settings.simulator, external.conventions.model_dump()
+    declared = external.conventions.model_dump()
     name = f"{section}.{'lerobot' if isinstance(external, LeRobotPolicySettings) else 'server'}"
-    refuse_disagreement(f"{name}.conventions", declared, "the simulator", libero_conventions(simulator).model_dump())
+    refuse_disagreement(f"{name}.conventions", declared, "the simulator", robot.conventions.model_dump())
     if isinstance(external, LeRobotPolicySettings):
         facts = lerobot_facts(Path(project_source(external.path)))
         sizes = {"state_dimensions": facts.state_dimensions, "action_dimensions": facts.action_dimensions}
-        views = [f"{IMAGES}{simulator.camera_name_mapping[camera]}" for camera in declared["cameras"]]
-        shape = (3, simulator.resolution, simulator.resolution)
+        views = [robot.cameras[camera] for camera in declared["cameras"]]
+        shape = (3, robot.resolution, robot.resolution)
         refuse_disagreement(
             "the policy's config.json",
             {**sizes, "cameras": tuple(facts.cameras), "images": tuple(facts.cameras.values())},
             "the simulator",
             {**declared, "cameras": tuple(views), "images": (shape,) * len(views)},
         )
-    plan, fields = settings.evaluation, LiberoEvaluationSettings.model_fields
+    fields = PolicyEvaluationSettings.model_fields
     if unused := [name for name in COMPUTED_HERE if getattr(plan, name) != fields[name].default]:
         raise ConfigurationError(
             f"{', '.join(unused)} would have no effect, because another program computes the policy",

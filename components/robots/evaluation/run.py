@@ -26,7 +26,7 @@ from armature.components.robots.evaluation.episode import (
     play_episode,
 )
 from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
-from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
+from armature.components.robots.evaluation.settings import PolicyEvaluationSettings
 from armature.components.robots.libero.tasks import ACTION_NAMES
 
 # --- One policy for many players: requests that wait at the same time share a forward pass ---
@@ -252,6 +252,19 @@ class EpisodePlayer:
                 return AttemptedEpisode(None, problems[-1], lost, time.monotonic() - started)
 
 
+class ManyPlayer(Protocol):
+    """An `EpisodePlayer`, or another way to play planned episodes."""
+
+    def play(
+        self,
+        planned: Sequence[PlannedEpisode],
+        queue: InferenceQueue[Any],
+        attempt: Callable[[SimulatorSlot, PlannedEpisode], PlayedEpisode],
+        finish: Callable[[PlannedEpisode, AttemptedEpisode[PlayedEpisode]], None],
+    ) -> None:
+        """See `EpisodePlayer.play`."""
+
+
 def outcome_of(attempted: AttemptedEpisode[PlayedEpisode]) -> EpisodeOutcome:
     """Return the outcome of an episode that was played, or given up."""
     played, lost, seconds = attempted.result, attempted.lost, attempted.seconds
@@ -270,7 +283,7 @@ class Evaluation:
 
     def __init__(
         self,
-        settings: LiberoEvaluationSettings,
+        settings: PolicyEvaluationSettings,
         planned: Sequence[PlannedEpisode],
         journal: EvaluationJournal,
         on_outcome: ProgressCallback,
@@ -279,6 +292,12 @@ class Evaluation:
         self.outcomes: dict[EpisodeKey, EpisodeOutcome] = {}
 
     def run(self, policy: RobotPolicy, processes: Sequence[SimulatorClient]) -> Mapping[EpisodeKey, EpisodeOutcome]:
+        """Return the outcome of every planned episode, played in the simulators of the processes. See `run_with`."""
+        return self.run_with(policy, EpisodePlayer(processes, self._settings.batch, self._settings.attempts))
+
+    def run_with(
+        self, policy: RobotPolicy, player: ManyPlayer, action_dimensions: int = len(ACTION_NAMES)
+    ) -> Mapping[EpisodeKey, EpisodeOutcome]:
         """Return the outcome of every planned episode.
 
         Raises:
@@ -295,9 +314,9 @@ class Evaluation:
             def actor(observation: RobotObservation, chunk: int) -> Actions:
                 return queue.ask(observation, noise_seed(self._settings, planned, chunk)).result()
 
-            return play_episode(simulator.process, simulator.slot, planned, actor)
+            return play_episode(simulator.process, simulator.slot, planned, actor, action_dimensions=action_dimensions)
 
-        EpisodePlayer(processes, self._settings.batch, self._settings.attempts).play(left, queue, attempt, self._finish)
+        player.play(left, queue, attempt, self._finish)
         return self.outcomes
 
     def _finish(self, planned: PlannedEpisode, attempted: AttemptedEpisode[PlayedEpisode]) -> None:

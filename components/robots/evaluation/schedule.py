@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from armature.components.contracts.errors import ConfigurationError
-from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
+from armature.components.robots.evaluation.settings import LiberoEvaluationSettings, PolicyEvaluationSettings
 from armature.components.robots.libero.pro import base_suite
 from armature.components.robots.libero.settings import Perturbation, SimulatorSettings
 from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachable, suite_tasks
@@ -126,7 +126,7 @@ def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[i
     return states
 
 
-def noise_seed(settings: LiberoEvaluationSettings, planned: PlannedEpisode, chunk: int) -> int:
+def noise_seed(settings: PolicyEvaluationSettings, planned: PlannedEpisode, chunk: int) -> int:
     """Return the seed, in [0, 2**63), of the noise that chunk number `chunk` of an episode is sampled from.
 
     The seed depends on the episode only, not on when, where or next to which other episodes it is played. LeRobot's

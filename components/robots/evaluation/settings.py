@@ -14,13 +14,9 @@ from armature.components.robots.libero.starts import REST
 from armature.components.robots.policies.settings import Quantization
 
 
-class PlayerSettings(Settings):
-    """Settings of playing in LIBERO, for an evaluation or for rollouts to train on."""
+class PlayingSettings(Settings):
+    """Settings of playing in a simulator."""
 
-    tasks: tuple[NonNegativeInt, ...] = ()
-    """Numbers of the tasks in each suite; empty: all."""
-    initial_states: tuple[NonNegativeInt, ...] = ()
-    """Stored initial states that episodes start from; empty: all. Evaluate with others than those used in training."""
     inference_action_mode: Literal["continuous", "discrete"] = "continuous"
     """Actions by flow matching (continuous) or as tokens (discrete). The policy must have been trained for this
     mode."""
@@ -38,6 +34,15 @@ class PlayerSettings(Settings):
     rollouts; evaluations have their own setting."""
     attempts: PositiveInt = 3
     """Attempts at an episode whose simulator dies."""
+
+
+class PlayerSettings(PlayingSettings):
+    """Settings of playing in LIBERO, for an evaluation or for rollouts to train on."""
+
+    tasks: tuple[NonNegativeInt, ...] = ()
+    """Numbers of the tasks in each suite; empty: all."""
+    initial_states: tuple[NonNegativeInt, ...] = ()
+    """Stored initial states that episodes start from; empty: all. Evaluate with others than those used in training."""
     play_broken_starts: bool = False
     """Also play tasks that do not begin as their files say: an object is not on or in the other one, or the goal holds
     already. false: such a task is an error."""
@@ -51,7 +56,24 @@ class PlayerSettings(Settings):
         return self
 
 
-class LiberoEvaluationSettings(PlayerSettings):
+class PolicyEvaluationSettings(PlayingSettings):
+    """Settings of an evaluation in any simulator: how the policy is asked, and how many episodes may fail."""
+
+    n_action_steps: PositiveInt | None = None
+    """Actions of a chunk that are executed before the next chunk; none: the policy's own setting."""
+    num_inference_steps: PositiveInt | None = None
+    """Number of Euler steps of the sampler; none: the policy's own setting."""
+    image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = None
+    """Attention among image tokens of the prompt; none: the policy's own setting."""
+    eval_seed: NonNegativeInt = 1000
+    """Seed of the noise that actions are sampled from."""
+    per_episode_seed: bool = True
+    """true: each episode has its own noise. false: chunk k of every episode starts from the same noise."""
+    failed_episodes: NonNegativeInt = 0
+    """Episodes that may fail in all attempts; they count as not solved. One more ends the evaluation."""
+
+
+class LiberoEvaluationSettings(PolicyEvaluationSettings, PlayerSettings):
     """Settings of an evaluation. Every task of the suites is played `episodes_per_task` times."""
 
     model_config = ConfigDict(title="Evaluation in LIBERO")
@@ -71,20 +93,8 @@ class LiberoEvaluationSettings(PlayerSettings):
     )
     """Maximum number of actions of an episode, per suite of LIBERO; waiting steps are not counted. LIBERO-PRO's suites
     have the numbers of the suites they vary."""
-    n_action_steps: PositiveInt | None = None
-    """Actions of a chunk that are executed before the next chunk; none: the policy's own setting."""
-    num_inference_steps: PositiveInt | None = None
-    """Number of Euler steps of the sampler; none: the policy's own setting."""
-    image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = None
-    """Attention among image tokens of the prompt; none: the policy's own setting."""
-    eval_seed: NonNegativeInt = 1000
-    """Seed of the noise that actions are sampled from."""
-    per_episode_seed: bool = True
-    """true: each episode has its own noise. false: chunk k of every episode starts from the same noise."""
     seed: NonNegativeInt = Field(1000, lt=2**31)
     """Seed of the simulator; episode k of a task uses seed + k."""
-    failed_episodes: NonNegativeInt = 0
-    """Episodes that may fail in all attempts; they count as not solved. One more ends the evaluation."""
     videos_per_task: NonNegativeInt = 2
     """Videos of the first successes of each task and of each perturbation, and the same number of first failures."""
     video_fps: PositiveInt = 20

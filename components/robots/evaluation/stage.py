@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
@@ -16,6 +16,7 @@ from armature.components.robots.evaluation.settings import (
     CompareLiberoSettings,
     EvaluateLiberoStageSettings,
     PlayerSettings,
+    PolicyEvaluationSettings,
 )
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from armature.components.contracts.robots import RobotPolicy
     from armature.components.robots.evaluation.episode import EpisodeOutcome, SimulatorClient
     from armature.components.robots.evaluation.page import LastFrame
-    from armature.components.robots.evaluation.results import LiberoResult
+    from armature.components.robots.evaluation.results import LiberoResult, PerturbedResult
+    from armature.components.robots.evaluation.run import ManyPlayer
     from armature.components.robots.evaluation.schedule import EpisodeKey, PlannedEpisode
     from armature.components.robots.libero.processes import SimulatorProcess
     from armature.components.robots.libero.settings import SimulatorSettings
@@ -109,53 +111,74 @@ def evaluate_policy(
     context: StageContext,
 ) -> StageReport:
     """Evaluate any policy and write all result files, see `evaluate_libero`. tasks: the tasks of each suite."""
-    from armature.components.pages.report import write_report
-    from armature.components.robots.evaluation.compare import all_metrics
-    from armature.components.robots.evaluation.page import evaluation_report
-    from armature.components.robots.evaluation.results import (
-        EVAL_INFO_FILE,
-        collect_perturbed,
-        collect_results,
-        eval_info,
-        write_results,
-    )
+    from armature.components.robots.evaluation.results import collect_perturbed, collect_results
+    from armature.components.robots.evaluation.run import EpisodePlayer
     from armature.components.robots.evaluation.schedule import plan_episodes
 
-    started = time.monotonic()
-    planned = plan_episodes(settings.evaluation, tasks)
-    outcomes = _play(policy, settings, planned, processes, context)
+    started, plan = time.monotonic(), settings.evaluation
+    planned = plan_episodes(plan, tasks)
+    outcomes = play_planned(policy, plan, planned, EpisodePlayer(processes, plan.batch, plan.attempts), context)
     results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
     every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
     stills, differing = _film(settings, planned, outcomes, every, processes[0], out, context)
+    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
+    report = write_evaluation(
+        results, perturbed, outcomes, stills, configuration, time.monotonic() - started, out, context
+    )
+    shown = {"videos that would show another ending": differing} if differing else {}
+    return replace(report, drops={**report.drops, **shown})
+
+
+def write_evaluation(
+    results: Sequence[LiberoResult],
+    perturbed: Sequence[PerturbedResult],
+    outcomes: Mapping[EpisodeKey, EpisodeOutcome],
+    stills: Sequence[LastFrame],
+    configuration: Mapping[str, Any],
+    seconds: float,
+    out: Path,
+    context: StageContext,
+    title: str = "Evaluation in LIBERO",
+) -> StageReport:
+    """Write tables, metrics and the report of an evaluation, and log its metrics.
+
+    Args:
+        configuration: settings for the report. seconds: duration of the evaluation. title: first words of the report.
+    """
+    from armature.components.pages.report import write_report
+    from armature.components.robots.evaluation.compare import all_metrics
+    from armature.components.robots.evaluation.page import evaluation_report
+    from armature.components.robots.evaluation.results import EVAL_INFO_FILE, eval_info, write_results
+
     write_results(out, results, perturbed)
     numbers = all_metrics(results, perturbed)
     videos = {still.key: still.video for still in stills}
     write_json(out / METRICS_FILE, numbers)
-    write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
-    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
-    page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed)
+    write_json(out / EVAL_INFO_FILE, eval_info(results, videos, seconds))
+    page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed, title)
     write_report(out / "report.html", page)
     shown = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
     changed = numbers.get("perturbations", {}).items()
     shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed for key in SHOWN}
     context.events.metrics(shown, 0)
     drops = {
-        "episodes not played": sum(result.failure is not None for result in every.values()),
+        "episodes not played": sum(result.failure is not None for result in [*results, *perturbed]),
         "attempts lost with their simulator": sum(outcome.lost for outcome in outcomes.values()),
-        "videos that would show another ending": differing,
     }
     counts = {"episodes": len(results), "perturbed episodes": len(perturbed), "videos": len(stills)}
     counts = {name: count for name, count in counts.items() if count or name != "perturbed episodes"}
     return StageReport(rows=counts, drops={reason: count for reason, count in drops.items() if count})
 
 
-def _play(
+def play_planned(
     policy: RobotPolicy,
-    settings: EvaluateLiberoStageSettings,
+    plan: PolicyEvaluationSettings,
     planned: Sequence[PlannedEpisode],
-    processes: Sequence[SimulatorClient],
+    player: ManyPlayer,
     context: StageContext,
+    action_dimensions: int = 7,
 ) -> Mapping[EpisodeKey, EpisodeOutcome]:
+    """Play the episodes that the stage has not played yet, and return the outcomes of all."""
     from armature.components.robots.evaluation.episode import EvaluationJournal
     from armature.components.robots.evaluation.run import Evaluation
 
@@ -166,7 +189,7 @@ def _play(
             context.events.message(f"an episode could not be played: {latest.failure}")
 
     journal = EvaluationJournal(context.workspace / JOURNAL_FILE)
-    return Evaluation(settings.evaluation, planned, journal, on_outcome).run(policy, processes)
+    return Evaluation(plan, planned, journal, on_outcome).run_with(policy, player, action_dimensions)
 
 
 def _film(

@@ -81,12 +81,14 @@ class ChunkResult:
     success: the goal holds; the remaining actions of the chunk were not executed.
     steps: number of executed actions.
     frames: images by camera before each executed action, if requested.
+    ended: the simulator ended the episode.
     """
 
     observation: RobotObservation
     success: bool
     steps: int
     frames: list[dict[str, NDArray[np.uint8]]]
+    ended: bool = False
 
 
 @dataclass(frozen=True)

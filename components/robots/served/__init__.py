@@ -1,0 +1,1 @@
+"""Benchmarks of vla-eval, which run in environments of their own."""

@@ -1,0 +1,257 @@
+"""Runs of vla-eval that this process starts, in which a policy plays a benchmark.
+
+A run plays the episodes of one task and asks a websocket server of this process for its actions. Only connections with
+the run's token in their path are served, on loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.server import ServerConnection, serve
+
+from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.installation import home_folder
+from armature.components.contracts.metrics import write_json
+from armature.components.machine.process import Program
+from armature.components.machine.project import project_source
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.machine.workers.pool import StickyQueue
+from armature.components.robots.evaluation.episode import PlayedEpisode
+from armature.components.robots.evaluation.robot import SimulatedRobot
+from armature.components.robots.evaluation.run import AttemptedEpisode, InferenceQueue, SimulatorSlot
+from armature.components.robots.evaluation.schedule import PlannedEpisode
+from armature.components.robots.libero.tasks import LiberoTask
+from armature.components.robots.served.connection import (
+    ERROR,
+    HELLO,
+    LARGEST_MESSAGE,
+    OBSERVATION,
+    START,
+    VERSION,
+    BenchmarkConnection,
+    BenchmarkMessage,
+    ServedEpisode,
+)
+from armature.components.robots.served.settings import (
+    BenchmarkEvaluationSettings,
+    EvaluateBenchmarkStageSettings,
+    ServedBenchmarkSettings,
+)
+
+_WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")
+_WEBSOCKETS.setLevel(logging.CRITICAL)  # the library logs every failed handshake as an error
+
+Attempt = Callable[[SimulatorSlot, PlannedEpisode], PlayedEpisode]
+Finish = Callable[[PlannedEpisode, AttemptedEpisode[PlayedEpisode]], None]
+
+
+def benchmark_python(settings: ServedBenchmarkSettings) -> Path:
+    """Return the Python interpreter that has vla-eval and the simulator.
+
+    Raises:
+        ConfigurationError: it does not exist.
+    """
+    python = home_folder() / settings.python
+    if not os.access(python, os.X_OK):
+        raise ConfigurationError(
+            "there is no Python interpreter with vla-eval and the simulator",
+            code="benchmark_python_missing",
+            where=f"benchmark.python, {python}",
+            remedy="make an environment and install both in it, or set benchmark.python to the interpreter of one",
+        )
+    return python
+
+
+def served_robot(settings: ServedBenchmarkSettings) -> SimulatedRobot:
+    """Return the robot of the benchmark."""
+    return SimulatedRobot(settings.conventions, settings.cameras, settings.resolution)
+
+
+def planned_episodes(benchmark: str, plan: BenchmarkEvaluationSettings) -> list[PlannedEpisode]:
+    """Return all episodes, by task and number. The benchmark makes the start of an episode from its number."""
+    count = plan.episodes_per_task
+    tasks = [LiberoTask(benchmark, i, name, name, count, "") for i, name in enumerate(plan.tasks)]
+    return [PlannedEpisode(task, k, k, 0, k, plan.max_steps) for task in tasks for k in range(count)]
+
+
+@dataclass
+class _Run:
+    """A run of vla-eval: the episodes of its task that are left, by number, and how it ended.
+
+    lost: number of attempts at its first episode that were lost. heard: time of the latest message.
+    """
+
+    task: LiberoTask
+    left: dict[int, PlannedEpisode]
+    lost: int
+    heard: float = field(default_factory=time.monotonic)
+    started: int = 0
+    problem: WorkerError | None = None
+    failure: BaseException | None = None
+    unused: threading.Event = field(default_factory=threading.Event)
+
+
+class BenchmarkPlayer:
+    """Plays planned episodes in runs of vla-eval, one task in each. Finished episodes are not played again.
+
+    Args:
+        folder: for configurations and logs of the runs.
+        processes: maximum number of runs at the same time.
+    """
+
+    def __init__(self, settings: EvaluateBenchmarkStageSettings, folder: Path, processes: int) -> None:
+        self._benchmark, self._plan = settings.benchmark, settings.evaluation
+        self._python, self._folder, self._processes = benchmark_python(self._benchmark), folder, processes
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
+
+    def play(
+        self, planned: Sequence[PlannedEpisode], queue: InferenceQueue[Any], attempt: Attempt, finish: Finish
+    ) -> None:
+        """Play all episodes, see `EpisodePlayer.play`."""
+        by_task: dict[int, dict[int, PlannedEpisode]] = {}
+        for episode in planned:
+            by_task.setdefault(episode.task.index, {})[episode.episode] = episode
+        tasks = StickyQueue(by_task.values(), id)
+        with self._listening(attempt, finish) as url:
+
+            def play_tasks() -> None:
+                while (left := tasks.take(None)) is not None:
+                    self._play_task(left, url, finish)
+
+            queue.serve([play_tasks] * min(self._processes, self._plan.batch, len(by_task)))
+
+    @contextmanager
+    def _listening(self, attempt: Attempt, finish: Finish) -> Iterator[str]:
+        # Pings would end a run whose simulator computes for long, because it answers none meanwhile.
+        with serve(
+            partial(self._serve, attempt, finish),
+            "127.0.0.1",
+            0,
+            origins=[None],  # refuse browsers, which always send an origin
+            compression=None,
+            max_size=LARGEST_MESSAGE,
+            ping_interval=None,
+            server_header=None,
+            logger=_WEBSOCKETS,
+        ) as server:
+            thread = threading.Thread(target=server.serve_forever, name="benchmark server", daemon=True)
+            thread.start()
+            try:
+                yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+            finally:
+                server.shutdown()
+                thread.join()
+
+    def _play_task(self, left: dict[int, PlannedEpisode], url: str, finish: Finish) -> None:
+        lost = 0
+        while left:
+            count = len(left)
+            problem = self._run(left, lost, url)
+            lost = lost + 1 if len(left) == count else 1
+            if left and lost == self._plan.attempts:
+                given_up, lost = left.pop(min(left)), 0
+                with self._lock:
+                    finish(given_up, AttemptedEpisode(None, problem, self._plan.attempts, 0.0))
+
+    def _run(self, left: dict[int, PlannedEpisode], lost: int, url: str) -> WorkerError:
+        """Play the episodes that are left in one run of vla-eval, and return why some are still left."""
+        task = next(iter(left.values())).task
+        token, run = secrets.token_urlsafe(16), _Run(task, left, lost)
+        run.unused.set()
+        self._runs[token] = run
+        config, log = (self._folder / f"{task.index}.{ending}" for ending in ("json", "log"))
+        self._folder.mkdir(exist_ok=True)
+        write_json(config, self._config(task, max(left) + 1))
+        command: list[str | Path] = [self._python, "-m", "vla_eval.cli.main", "run", "--no-save", "--config", config]
+        source = project_source(self._benchmark.folder) if self._benchmark.folder is not None else None
+        env = {"PYTHONPATH": source, "MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+        program = Program([*command, "--server-url", f"{url}/{token}"], log=log, env=env)
+        try:
+            while program.returncode is None and run.problem is None and run.failure is None:
+                time.sleep(0.05)
+                if time.monotonic() > run.heard + self._benchmark.timeout_s and run.unused.is_set():
+                    run.problem = WorkerError("the benchmark does not connect", code="benchmark_silent")
+        finally:
+            status = program.stop()
+            run.unused.wait()  # its connection is closed now
+            del self._runs[token]
+        if run.failure is not None:
+            raise run.failure
+        if not run.started and status == 0:
+            raise ConfigurationError(
+                f"the benchmark has no task {task.name!r}",
+                code="benchmark_task_unknown",
+                where=f"evaluation.tasks, {self._benchmark.benchmark}",
+                remedy=f"choose from those of the benchmark; its log is {log}",
+            )
+        why = f"{run.problem.what}; " if run.problem is not None else ""
+        return WorkerError(
+            f"{why}vla-eval ended with status {status} and {len(left)} episodes left: {program.tail(4)}",
+            code="benchmark_run_failed",
+            where=f"task {task.name}",
+            remedy=f"see {log}",
+        )
+
+    def _config(self, task: LiberoTask, episodes: int) -> dict[str, Any]:
+        entry = {
+            "benchmark": self._benchmark.benchmark,
+            "params": self._benchmark.params,
+            "tasks": [task.name],
+            "episodes_per_task": episodes,
+            "max_steps": self._plan.max_steps,
+        }
+        return {
+            "server": {"timeout": self._benchmark.timeout_s},
+            "output_dir": str(self._folder / f"vla-eval-{task.index}"),
+            "benchmarks": [entry],
+        }
+
+    def _serve(self, attempt: Attempt, finish: Finish, connection: ServerConnection) -> None:
+        """Serve a connection until it is closed."""
+        run = self._runs.get(connection.request.path[1:]) if connection.request is not None else None
+        if run is None or not run.unused.is_set():
+            return
+        run.unused.clear()
+        try:
+            self._converse(BenchmarkConnection(connection, self._benchmark.timeout_s), run, attempt, finish)
+        except WorkerError as error:
+            run.problem = error
+        except BaseException as error:
+            run.failure = error
+        finally:
+            run.unused.set()
+
+    def _converse(self, connection: BenchmarkConnection, run: _Run, attempt: Attempt, finish: Finish) -> None:
+        while (message := connection.receive()) is not None:
+            run.heard = time.monotonic()
+            if message.type == HELLO:
+                connection.answer(message, HELLO, {"harness_version": "armature", "protocol_version": VERSION})
+            elif message.type == OBSERVATION:
+                connection.answer(message, ERROR, {"error": "this episode is not to be played, or not again"})
+            elif message.type == START and (planned := run.left.get(_number(message, run))) is not None:
+                lost, run.lost, run.started, began = run.lost, 0, run.started + 1, time.monotonic()
+                played = attempt(SimulatorSlot(ServedEpisode(connection, self._benchmark), 0), planned)
+                with self._lock:
+                    finish(planned, AttemptedEpisode(played, None, lost, time.monotonic() - began))
+                del run.left[planned.episode]
+                run.heard = time.monotonic()
+
+
+def _number(message: BenchmarkMessage, run: _Run) -> int:
+    """Return the number of the episode that a message starts, and -1 if it is one of another task."""
+    match message.payload.get("task"):
+        case {"name": str() as name, "episode_idx": int() as number} if name == run.task.name:
+            return number
+    return -1
