@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -47,6 +47,14 @@ def setup(
             "--lerobot", help="Create the environment of policy.lerobot instead: .venv-lerobot in this folder."
         ),
     ] = False,
+    metaworld: Annotated[
+        bool,
+        typer.Option(
+            "--metaworld",
+            help="Create the environment of evaluate/metaworld instead, vla-eval and Meta-World: .venv-metaworld in "
+            "this folder.",
+        ),
+    ] = False,
     libero_meshes: Annotated[
         bool,
         typer.Option(
@@ -60,20 +68,23 @@ def setup(
 
     It takes minutes and gigabytes. An existing environment is replaced.
     """
-    if lerobot and libero_meshes:
+    others = {"lerobot": lerobot, "metaworld": metaworld, "libero-meshes": libero_meshes}
+    chosen = [name for name, asked in others.items() if asked]
+    if len(chosen) > 1:
         raise ConfigurationError(
-            "--lerobot and --libero-meshes make different folders",
+            f"--{' and --'.join(chosen)} make different folders",
             code="options_conflict",
             where="armature setup",
             remedy="give one of them at a time",
         )
-    make_other_environment(folder, "lerobot" if lerobot else "libero-meshes" if libero_meshes else "vllm")
+    make_other_environment(folder, chosen[0] if chosen else "vllm")
 
 
-def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot", "libero-meshes"]) -> None:
-    """Create the environment of the model servers or of LeRobot's policies, or the folder of LIBERO's meshes.
+def make_other_environment(folder: Path | None, name: str) -> None:
+    """Create the environment of the model servers, of LeRobot or Meta-World, or the folder of LIBERO's meshes.
 
     Args:
+        name: "vllm", "lerobot", "metaworld" or "libero-meshes".
         folder: its folder; None: the folder in which runs look for it.
 
     Raises:
@@ -82,7 +93,7 @@ def make_other_environment(folder: Path | None, name: Literal["vllm", "lerobot",
     """
     from armature.setup import set_up
 
-    others = {"lerobot": ".venv-lerobot", "libero-meshes": ".libero-meshes"}
+    others = {"lerobot": ".venv-lerobot", "metaworld": ".venv-metaworld", "libero-meshes": ".libero-meshes"}
     folder = folder or (home_folder() / others[name] if name in others else server_environment())
     made = (folder / "pyvenv.cfg").exists() or (folder / MADE).exists()
     if folder.exists() and not made and any(folder.iterdir()):

@@ -216,7 +216,8 @@ def make_interop_environment(folder: Path, checkout: Path | str, *packages: str 
 def make_environment_of(folder: Path, *packages: str) -> None:
     """Create an environment for programs whose dependencies conflict with ours.
 
-    OpenEnv and vla-eval share one environment. checkov has another one: it needs packaging < 24, OpenEnv >= 24.2.
+    OpenEnv, vla-eval and Meta-World share one environment. checkov has another one: it needs packaging < 24, OpenEnv
+    >= 24.2.
     """
     create(folder)
     add(folder, "--constraint", interop_pins(folder), *packages)
@@ -228,6 +229,13 @@ def make_lerobot_environment(folder: Path) -> None:
     pins = REQUIREMENTS / "interop-lerobot.txt"
     add(folder, *torch_source(), "--constraint", pins, "lerobot[dataset,diffusion,molmoact2,smolvla]")
     declare_torchvision_operators(folder / "bin/python")
+
+
+def make_metaworld_environment(folder: Path) -> None:
+    """Create the environment of Meta-World and vla-eval, with the versions of the environment of programs."""
+    create(folder)
+    pins = REQUIREMENTS / "interop-programs.txt"
+    add(folder, "--constraint", pins, "metaworld", "packaging", "vla-eval")  # gymnasium's renderer imports packaging
 
 
 def make_libero_meshes(folder: Path) -> None:
@@ -264,9 +272,9 @@ def set_up(environment: str, folder: Path) -> None:
     """Create an environment in `folder` and mark it as complete.
 
     Args:
-        environment: "vllm", "lerobot" or "libero-meshes" (files alone); in a checkout also "project", "image" (for
-            infra/images), "trl" (for a benchmark), or one that `make interop` needs: "checkov", "cluster", "programs"
-            (OpenEnv and vla-eval), "ray", "verifiers-legacy", "verifiers-v1".
+        environment: "vllm", "lerobot", "metaworld" or "libero-meshes" (files alone); in a checkout also "project",
+            "image" (for infra/images), "trl" (for a benchmark), or one that `make interop` needs: "checkov",
+            "cluster", "programs" (OpenEnv, vla-eval and Meta-World), "ray", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -281,7 +289,9 @@ def set_up(environment: str, folder: Path) -> None:
     elif environment == "checkov":
         make_environment_of(folder, "checkov")
     elif environment == "programs":
-        make_environment_of(folder, "openenv", "vla-eval")
+        make_environment_of(folder, "openenv", "vla-eval", "metaworld", "packaging")
+    elif environment == "metaworld":
+        make_metaworld_environment(folder)
     elif environment == "lerobot":
         make_lerobot_environment(folder)
     elif environment == "libero-meshes":

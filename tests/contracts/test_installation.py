@@ -111,8 +111,10 @@ def test_setup_does_not_change_a_foreign_folder(tmp_path):
 def test_setup_makes_one_folder_at_a_time():
     from armature.commands.models import setup as command
 
-    with refused("options_conflict", "armature setup"):
+    with refused("options_conflict", "--lerobot and --libero-meshes"):
         command(None, lerobot=True, libero_meshes=True)
+    with refused("options_conflict", "--lerobot and --metaworld"):
+        command(None, lerobot=True, metaworld=True)
 
 
 def test_every_wheel_of_the_meshes_has_a_digest():

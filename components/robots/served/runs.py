@@ -181,8 +181,9 @@ class BenchmarkPlayer:
         try:
             while program.returncode is None and run.problem is None and run.failure is None:
                 time.sleep(0.05)
-                if time.monotonic() > run.heard + self._benchmark.timeout_s and run.unused.is_set():
-                    run.problem = WorkerError("the benchmark does not connect", code="benchmark_silent")
+                quiet = time.monotonic() - run.heard
+                if run.unused.is_set() and run.problem is None and quiet > self._benchmark.timeout_s:
+                    run.problem = WorkerError("the benchmark neither connects nor ends", code="benchmark_silent")
         finally:
             status = program.stop()
             run.unused.wait()  # its connection is closed now

@@ -43,8 +43,8 @@ class ServedBenchmarkSettings(Settings):
     def _cameras_are_named_once(self) -> Self:
         if tuple(self.cameras) != self.conventions.cameras or len(set(self.cameras.values())) < len(self.cameras):
             raise ValueError(
-                f"cameras names {', '.join(self.cameras)}, and conventions.cameras {', '.join(self.conventions.cameras)}"
-                ": name the same cameras in the same order, each with a feature of its own"
+                f"cameras names {', '.join(self.cameras)}, conventions.cameras {', '.join(self.conventions.cameras)}: "
+                "name the same cameras in the same order, each with a feature of its own"
             )
         return self
 

@@ -1,0 +1,316 @@
+"""Benchmarks behind vla-eval's protocol: a stand-in for `vla-eval run` in a process, and the real player."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from armature.components.configuration import build_recipe, load_recipe
+from armature.components.contracts.robots import RobotObservation
+from armature.components.contracts.stages import Artifact, StageReport
+from armature.components.robots.evaluation.results import LiberoResult, collect_results, read_results
+from armature.components.robots.evaluation.schedule import noise_seed
+from armature.components.robots.evaluation.stage import play_planned
+from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.stage import POLICY_STAGE
+from armature.components.robots.served.runs import BenchmarkPlayer, planned_episodes
+from armature.components.robots.served.settings import EvaluateBenchmarkStageSettings
+from armature.components.robots.served.stage import EVALUATE_BENCHMARK_STAGE
+from tests.refusals import refused
+from tests.robots.evaluation.test_stage import Events, context
+from tests.robots.served.by_hand.vla_eval.cli import main as by_hand
+from tests.robots.server.openpi import openpi_server
+
+FOLDER = Path(__file__).with_name("by_hand")
+CONVENTIONS = {
+    "cameras": ("front",),
+    "image_rotation": "upright",
+    "image_channels": "rgb",
+    "state_dimensions": 2,
+    "state_rotation": "none",
+    "length_unit": "m",
+    "action_dimensions": 3,
+    "action_target": "delta_end_effector",
+    "action_rotation": "none",
+    "action_units": "normalized",
+    "gripper_open": -1.0,
+    "gripper_closed": 1.0,
+    "control_freq": 10,
+}
+
+
+def stage_settings(params: dict[str, Any] | None = None, timeout: float = 60.0, **plan: Any) -> Any:
+    benchmark = {
+        "name": "plane",
+        "benchmark": "plane:Plane",
+        "params": params or {},
+        "release": "by hand",
+        "python": sys.executable,
+        "folder": str(FOLDER),
+        "cameras": {"front": "observation.images.front"},
+        "resolution": 16,
+        "conventions": CONVENTIONS,
+        "timeout_s": timeout,
+    }
+    plan = {"tasks": ("near", "far"), "episodes_per_task": 3, "max_steps": 23, "attempts": 2, **plan}
+    return EvaluateBenchmarkStageSettings.model_validate({"benchmark": benchmark, "evaluation": plan})
+
+
+class Push:
+    """Policy that pushes the point toward the origin. The seed of a row determines the noise of the push."""
+
+    n_action_steps, action_dimensions, rows_per_pass = 4, 3, 2
+
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        return observation
+
+    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
+        rows = []
+        for seen, seed in zip(observations, seeds, strict=True):
+            (image,) = seen.images.values()
+            assert image.shape == (16, 16, 3) and abs(image[0, 0, 0] - 40 * np.linalg.norm(seen.state)) < 1.1
+            noise = np.random.default_rng(seed).normal(size=(4, 3))
+            rows.append(noise - np.pad(np.clip(seen.state, -1, 1), (0, 1)))
+        return np.stack(rows).astype(np.float32)
+
+    def facts(self) -> dict[str, Any]:
+        return {"policy": "push"}
+
+
+def played(folder: Path, settings: Any, processes: int = 2) -> list[LiberoResult]:
+    (folder / "work").mkdir(exist_ok=True, parents=True)
+    planned = planned_episodes("plane", settings.evaluation)
+    player = BenchmarkPlayer(settings, folder / "work/benchmark", processes)
+    outcomes = play_planned(Push(), settings.evaluation, planned, player, context(folder, Events()), 3)
+    return collect_results(planned, outcomes)
+
+
+def expected(settings: Any) -> list[tuple[bool, list[float]]]:
+    """Return success and actions of each episode, computed without the player and the stand-in's process."""
+    results = []
+    for planned in planned_episodes("plane", settings.evaluation):
+        point, actions = by_hand.start(planned.task.name, planned.episode), []
+        while len(actions) < planned.max_steps and not by_hand.solved(point):
+            seen = by_hand.seen(planned.task.name, point, {})
+            seed = noise_seed(settings.evaluation, planned, len(actions) // 4)
+            images = {"front": seen["images"]["front"]}
+            (chunk,) = Push().predict([RobotObservation(images, seen["states"].astype(np.float32), "")], [seed])
+            for action in chunk[: planned.max_steps - len(actions)]:
+                actions.append(action)
+                point = point + 0.2 * action[:2]
+                if by_hand.solved(point):
+                    break
+        results.append((by_hand.solved(point), np.concatenate(actions).tolist()))
+    return results
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_are_those_of_the_same_policy_played_by_hand(tmp_path, processes):
+    settings = stage_settings()
+    results = played(tmp_path, settings, processes)
+    solved = sum(result.success for result in results)
+    assert 0 < solved < len(results) == 6
+    assert [(result.success, list(result.actions)) for result in results] == expected(settings)
+    assert [(result.suite, result.task, result.episode) for result in results] == [
+        ("plane", task, k) for task in range(2) for k in range(3)
+    ]
+
+
+def test_episode_that_the_benchmark_ends_is_not_solved(tmp_path):
+    results = played(tmp_path, stage_settings({"ends": 2}, tasks=("far",)))
+    assert [(result.success, result.steps, result.failure) for result in results] == [(False, 2, None)] * 3
+
+
+def test_benchmark_that_dies_is_started_again_and_repeats_no_episode(tmp_path):
+    settings = stage_settings({"failures": {"far/1/2": "dies once"}})
+    results = played(tmp_path, settings)
+    assert [(result.success, list(result.actions)) for result in results] == expected(settings)
+    finished = (tmp_path / "work/benchmark/played").read_text().split()
+    assert sorted(finished) == [f"{task}/{k}" for task in ("far", "near") for k in range(3)]
+    assert "far/0 error" in (tmp_path / "work/benchmark/1.log").read_text()
+
+
+def test_evaluation_keeps_finished_episodes_of_one_that_failed(tmp_path):
+    broken = stage_settings({"failures": {"far/1/2": "dies"}})
+    with refused("too_many_episodes_failed", "the simulator crashed", "far"):
+        played(tmp_path, broken, 1)
+    before = (tmp_path / "work/benchmark/played").read_text().split()
+    assert before == ["near/0", "near/1", "near/2", "far/0"]
+    results = played(tmp_path, stage_settings(), 1)
+    assert (tmp_path / "work/benchmark/played").read_text().split() == [*before, "far/1", "far/2"]
+    assert [(result.success, list(result.actions)) for result in results] == expected(stage_settings())
+
+
+def test_episodes_that_may_fail_are_not_solved_and_the_others_are_played(tmp_path):
+    settings = stage_settings({"failures": {"far/1/2": "dies"}}, failed_episodes=1)
+    results = played(tmp_path, settings)
+    assert [result.failure is None for result in results] == [True] * 4 + [False, True]
+    assert "the simulator crashed" in str(results[4].failure)
+
+
+@pytest.mark.parametrize(
+    ("params", "values"),
+    [
+        ({"camera": "side"}, ("cameras is front", "side")),
+        ({"more": 1}, ("state_dimensions is 2", 3)),
+        ({"shape": [16, 20, 3]}, ("size of front is 16, 16, 3", "16, 20, 3")),
+    ],
+    ids=["camera", "state", "image"],
+)
+def test_rejects_observations_that_are_not_as_declared(tmp_path, params, values):
+    with refused("conventions_disagree", *values):
+        played(tmp_path, stage_settings(params, tasks=("near",)))
+
+
+@pytest.mark.parametrize(
+    ("params", "code", "values"),
+    [
+        ({"failures": {"near/0/1": "junk"}}, "message_unreadable", ()),
+        ({"failures": {"near/0/1": "text"}}, "text_frame", ()),
+        ({"failures": {"near/0/1": "list"}}, "message_not_a_map", ()),
+        ({"failures": {"near/0/1": "nothing"}}, "benchmark_message_invalid", ()),
+        ({"failures": {"near/0/2": "large"}}, "benchmark_message_invalid", (2**26,)),
+        ({"result": {"reward": 1.0}}, "benchmark_message_invalid", ("success",)),
+        ({"shape": [16, 16]}, "conventions_disagree", ("16, 16, 3",)),
+    ],
+)
+def test_rejects_invalid_messages(tmp_path, params, code, values):
+    with refused(code, *values):
+        played(tmp_path, stage_settings(params, tasks=("near",)))
+
+
+def test_benchmark_that_sends_nothing_is_ended(tmp_path):
+    settings = stage_settings({"failures": {"near/0/2": "hangs"}}, 2.0, tasks=("near",), attempts=1)
+    with refused("too_many_episodes_failed", "2 s"):
+        played(tmp_path, settings)
+
+
+def test_benchmark_that_never_connects_is_ended(tmp_path):
+    package = tmp_path / "asleep/vla_eval/cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text("import time\ntime.sleep(600)\n")
+    settings = stage_settings(None, 1.0, tasks=("near",), attempts=1)
+    asleep = settings.benchmark.model_copy(update={"folder": str(tmp_path / "asleep")})
+    with refused("too_many_episodes_failed", "neither connects nor ends"):
+        played(tmp_path, settings.model_copy(update={"benchmark": asleep}))
+
+
+def test_rejects_task_that_the_benchmark_does_not_have(tmp_path):
+    with refused("benchmark_task_unknown", "nearer"):
+        played(tmp_path, stage_settings(tasks=("nearer",)))
+
+
+def test_rejects_actions_for_another_robot(tmp_path):
+    settings = stage_settings()
+    planned = planned_episodes("plane", settings.evaluation)
+    player = BenchmarkPlayer(settings, tmp_path / "work/benchmark", 1)
+    with refused("action_shape_mismatch", "plane task 0 episode 0"):
+        play_planned(Push(), settings.evaluation, planned, player, context(tmp_path, Events()), 4)
+
+
+def test_only_the_runs_of_this_process_are_served(tmp_path):
+    player = BenchmarkPlayer(stage_settings(), tmp_path, 1)
+    with player._listening(lambda *_: pytest.fail("played"), lambda *_: None) as url:
+        with connect(f"{url}/guess") as connection, pytest.raises(ConnectionClosed):
+            connection.recv(5)
+        with pytest.raises(InvalidStatus):
+            connect(url, origin="http://127.0.0.1:8000")  # type: ignore[arg-type]
+        assert url.startswith("ws://127.0.0.1:")
+
+
+# --- The stage and the recipe ---
+
+
+def evaluate(folder: Path, answer: Any, **conventions: Any) -> tuple[Path, Events, StageReport]:
+    """Run the stage with a policy behind openpi's protocol."""
+    described = {name: {} for name in ("front", "state", "prompt")} | {"seed": {"optional": True}}
+    settings, events = stage_settings(n_action_steps=4), Events()
+    with openpi_server(answer, {"observation": described}) as (url, _):
+        server = {"url": url, "weights": "push", "camera_fields": ["front"], "state_field": "state"}
+        policy = RobotPolicySettings.model_validate({"server": {**server, "conventions": CONVENTIONS | conventions}})
+        for name in ("policy", "out"):
+            (folder / name).mkdir()
+        POLICY_STAGE.run(policy, {}, folder / "policy", context(folder, events))
+        inputs = {"policy": Artifact(kind="policy", path=folder / "policy", digest="d")}
+        report = EVALUATE_BENCHMARK_STAGE.run(settings, inputs, folder / "out", context(folder, events))
+    return folder / "out", events, report
+
+
+def answer(request: dict[str, Any]) -> Any:
+    assert request["prompt"].startswith("go from")
+    seen = RobotObservation({"front": request["front"]}, request["state"], "")
+    return Push().predict([seen], [request["seed"]])[0]
+
+
+def test_stage_writes_results_metrics_and_report(tmp_path):
+    out, events, report = evaluate(tmp_path, answer)
+    results = read_results(out)
+    assert [(result.success, list(result.actions)) for result in results] == expected(stage_settings())
+    numbers = json.loads((out / "metrics.json").read_text())
+    assert numbers["success"] == sum(result.success for result in results) / 6 == events.numbers["success"]
+    assert list(numbers["tasks"]) == ["plane/0", "plane/1"]
+    assert report.rows == {"episodes": 6, "videos": 0} and report.drops == {}
+    assert "Evaluation: plane" in (out / "report.html").read_text()
+
+
+def test_stage_refuses_a_policy_with_other_conventions(tmp_path):
+    with refused("conventions_disagree", "gripper_open is 1 in policy.server.conventions, -1 in the simulator"):
+        evaluate(tmp_path, answer, gripper_open=1.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "code", "values"),
+    [
+        ("policy", {"lerobot": {"conventions": {"control_freq": 20}}}, "conventions_disagree", ("control_freq", 80)),
+        ("benchmark", {"conventions": {"gripper_closed": 0.5}}, "conventions_disagree", ("gripper_closed", 0.5)),
+        ("benchmark", {"python": "nowhere/python"}, "benchmark_python_missing", ("nowhere/python",)),
+    ],
+)
+def test_recipe_is_refused_before_anything_is_computed(section, changes, code, values):
+    recipe = load_recipe("evaluate/metaworld").values.model_dump(mode="json", exclude_none=True)
+    recipe["benchmark"]["python"] = sys.executable
+    build = build_recipe("evaluate/metaworld", merged(recipe, {section: changes}), where="here")
+    with refused(code, *values):
+        build.values.refuse_ahead()
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    deeper = {key: merged(values[key], each) for key, each in changes.items() if isinstance(each, dict)}
+    return {**values, **changes, **deeper}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "code", "shown"),
+    [
+        ("benchmark", {"benchmark": "metaworld"}, "string_pattern_mismatch", "benchmark"),
+        ("benchmark", {"cameras": {"side": "observation.image"}}, "value_error", "corner2"),
+        ("evaluation", {"tasks": ["reach-v3", "reach-v3"]}, "value_error", "reach-v3"),
+        ("evaluation", {"tasks": []}, "too_short", "tasks"),
+        ("evaluation", {"suites": ["libero_10"]}, "extra_forbidden", "suites"),
+    ],
+)
+def test_rejects_invalid_settings(section, changes, code, shown):
+    recipe = load_recipe("evaluate/metaworld").values.model_dump(mode="json", exclude_none=True)
+    with refused(code, shown):
+        build_recipe("evaluate/metaworld", {**recipe, section: recipe[section] | changes}, where="here")
+
+
+def test_module_of_the_benchmark_is_part_of_the_fingerprint(tmp_path):
+    (tmp_path / "plane.py").write_text("class Plane: ...\n")
+    settings = stage_settings()
+    here = settings.benchmark.model_copy(update={"folder": str(tmp_path)})
+    first = EVALUATE_BENCHMARK_STAGE.sources(settings.model_copy(update={"benchmark": here}), {})
+    (tmp_path / "plane.py").write_text("class Plane: pass\n")
+    second = EVALUATE_BENCHMARK_STAGE.sources(settings.model_copy(update={"benchmark": here}), {})
+    assert first.keys() == second.keys() and first != second
+    with refused("benchmark_module_missing", "plane.py"):
+        EVALUATE_BENCHMARK_STAGE.sources(settings, {})
