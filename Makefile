@@ -47,7 +47,7 @@ interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 
-interop-lerobot: .venv-lerobot/.made
+interop-lerobot interop-vla-eval: .venv-lerobot/.made
 interop-trl: .venv-trl/.made
 interop-openenv interop-vla-eval: .venv-programs/.made
 interop-openenv interop-lerobot interop-trl interop-vla-eval: interop-%: .venv/.made

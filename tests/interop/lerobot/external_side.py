@@ -100,6 +100,7 @@ def tiny_vlm(folder: Path) -> str:
 def make(kind: str, folder: Path, observations: dict, answer: Path) -> None:
     cameras = [str(name) for name in observations["cameras"]]
     side = observations[cameras[0]].shape[1]
+    states, actions = observations["state"].shape[1], int(observations.get("action_dimensions", 7))
     options = dict(TINY[kind])
     if kind == "smolvla":
         options["vlm_model_name"] = tiny_vlm(folder.parent / "vlm")
@@ -109,16 +110,16 @@ def make(kind: str, folder: Path, observations: dict, answer: Path) -> None:
         n_action_steps=4,
         input_features={
             **{name: PolicyFeature(type=FeatureType.VISUAL, shape=(3, side, side)) for name in cameras},
-            "observation.state": PolicyFeature(type=FeatureType.STATE, shape=(8,)),
+            "observation.state": PolicyFeature(type=FeatureType.STATE, shape=(states,)),
         },
-        output_features={"action": PolicyFeature(type=FeatureType.ACTION, shape=(7,))},
+        output_features={"action": PolicyFeature(type=FeatureType.ACTION, shape=(actions,))},
         **options,
     )
     torch.manual_seed(0)
     policy = get_policy_class(kind)(config).eval()
     color = torch.full((3, 1, 1), 0.4)
     stats = {name: {"mean": color, "std": color / 2, "min": 0 * color, "max": 2 * color} for name in cameras}
-    for name, size in (("observation.state", 8), ("action", 7)):
+    for name, size in (("observation.state", states), ("action", actions)):
         low, high = torch.linspace(-1.5, -0.5, size), torch.linspace(0.4, 1.2, size)
         stats[name] = {"mean": (low + high) / 2, "std": (high - low) / 4, "min": low, "max": high}
     before, after = make_pre_post_processors(config, dataset_stats=stats)

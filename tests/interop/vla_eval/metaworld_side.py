@@ -2,7 +2,8 @@
 
 `python metaworld_side.py serve PORT` is a policy server of openpi's protocol whose answers are the actions of
 Meta-World's scripted policies for the task that the prompt names, one at a time. `python metaworld_side.py play TASK
-EPISODES SEED STEPS` plays the same without any server, and prints JSON: success and actions of each episode.
+EPISODES SEED STEPS` plays the same without any server, and prints JSON: success and actions of each episode. `python
+metaworld_side.py see TASK SEED RESOLUTION FILE` saves the first observation of an episode.
 """
 
 import json
@@ -54,9 +55,18 @@ def play(name: str, episodes: int, seed: int, steps: int) -> list[dict[str, Any]
     return played
 
 
+def see(name: str, seed: int, resolution: int, file: str) -> None:
+    bench = metaworld_benchmark.MetaWorld(seed, resolution)
+    task = {"name": name, "episode_idx": 0}
+    seen = bench.make_obs(bench.reset(task), task)
+    np.savez(file, image=seen["images"]["corner2"], state=seen["state"].astype(np.float32))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         with serve(answer, "127.0.0.1", int(sys.argv[2]), compression=None, max_size=None) as server:
             server.serve_forever()
+    elif sys.argv[1] == "see":
+        see(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     else:
         print(json.dumps(play(sys.argv[2], *map(int, sys.argv[3:]))))
