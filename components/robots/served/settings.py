@@ -20,7 +20,7 @@ class ServedBenchmarkSettings(Settings):
     """Name of the benchmark in results, such as metaworld."""
     benchmark: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """Class of the benchmark, as in a configuration of vla-eval: module:Class."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = Field({})
     """Arguments of the class."""
     release: str = Field(min_length=1)
     """Name and version of the simulator. It does not report its own, so an evaluation is made again only if this text

@@ -32,7 +32,7 @@ from tests.robots.evaluation.test_stage import Events, context
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-programs/bin/python"
 SIDE = Path(__file__).with_name("metaworld_side.py")
-TASKS, EPISODES, SEED, STEPS = ("reach-v3", "drawer-close-v3", "peg-insert-side-v3"), 2, 5, 90
+TASKS, EPISODES, SEED, STEPS = ("reach-v3", "peg-insert-side-v3"), 2, 5, 60
 SIDE_OF_IMAGES = 64
 
 
@@ -76,7 +76,7 @@ def evaluate(
     policy[kind]["conventions"] = chosen.benchmark.conventions.model_dump(mode="json")
     for name in ("policy", "out"):
         (folder / name).mkdir(parents=True)
-    where = context(folder, Events(), environments=processes)
+    where = context(folder, Events(), environments=processes, threads=1)
     POLICY_STAGE.run(RobotPolicySettings.model_validate(policy), {}, folder / "policy", where)
     inputs = {"policy": Artifact(kind="policy", path=folder / "policy", digest="d")}
     EVALUATE_BENCHMARK_STAGE.run(chosen, inputs, folder / "out", where)
@@ -89,7 +89,7 @@ def test_scripted_policies_play_as_without_a_server(expert, tmp_path):
     for task in TASKS:
         here += json.loads(in_simulator("play", task, EPISODES, SEED, STEPS).splitlines()[-1])
     wanted = [(each["success"], [number for action in each["actions"] for number in action]) for each in here]
-    assert [success for success, _ in wanted] == [True] * 4 + [False] * 2  # the peg takes more actions than allowed
+    assert [success for success, _ in wanted] == [True] * 2 + [False] * 2  # the peg takes more actions than allowed
     policy = {"server": {"url": expert, "weights": "scripted", "camera_fields": ["observation/image"]}}
     results = evaluate(tmp_path / "one", settings(), policy)
     assert [(result.success, list(result.actions)) for result in results] == wanted
