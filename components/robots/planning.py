@@ -19,7 +19,7 @@ from armature.components.robots.imitation.settings import PolicyUpdateSettings, 
 from armature.components.robots.policies.family import family
 from armature.components.robots.policies.model import ModelShape, denoising_steps
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.recipes import EvaluateLibero, SweepPolicies, TrainVla, TrainVlaRl
+from armature.components.robots.recipes import EvaluateBenchmark, EvaluateLibero, SweepPolicies, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.vlm.memory import GIB
@@ -191,7 +191,7 @@ def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:
     return max(memories, key=lambda memory: sum(memory.server.values()), default=None)
 
 
-def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemory | None:
+def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero | EvaluateBenchmark) -> RecipeMemory | None:
     """Return the memory that a recipe needs to train or play a policy on the recipe's machine.
 
     It is None for a policy that another program computes.
@@ -199,6 +199,8 @@ def recipe_memory(recipe: TrainVla | TrainVlaRl | EvaluateLibero) -> RecipeMemor
     policy, machine = recipe.policy, recipe.machine
     if policy.external is not None:
         return None
+    if isinstance(recipe, EvaluateBenchmark):
+        return robot_memory(policy, machine, len(recipe.benchmark.cameras), None, rows=recipe.evaluation.rows_per_pass)
     cameras = len(recipe.simulator.camera_name_mapping) if recipe.simulator is not None else 0
     if isinstance(recipe, TrainVlaRl):
         return robot_memory(policy, machine, cameras, recipe.trainer, recipe.settings_for(TrainVLARLSettings))

@@ -23,6 +23,7 @@ from armature.components.robots.evaluation.settings import (
     EvaluateLiberoStageSettings,
     LiberoEvaluationSettings,
     PlayingSettings,
+    PolicyEvaluationSettings,
     TrainLiberoEvaluationSettings,
 )
 from armature.components.robots.evaluation.sweep import PolicySweepSettings
@@ -305,14 +306,11 @@ class TrainVlaRl(Sections):
         refuse_episodes(self.evaluation, self.simulator)
 
 
-class LiberoPlayers(Sections):
-    """Base of recipes in which policies play LIBERO's suites. Each policy is checked before anything is computed."""
+class Players(Sections):
+    """Base of recipes in which policies play the same episodes. Each is checked before anything is computed."""
 
-    JOINED = (EvaluateLiberoStageSettings,)
-
-    if TYPE_CHECKING:  # each recipe places these fields among its sections
-        simulator: SimulatorSettings
-        evaluation: LiberoEvaluationSettings
+    if TYPE_CHECKING:  # each recipe places this field among its sections
+        evaluation: PolicyEvaluationSettings
 
     def policies(self) -> dict[str, RobotPolicySettings]:
         """Return the settings of each policy, by the place in the recipe."""
@@ -330,6 +328,16 @@ class LiberoPlayers(Sections):
 
         for policy in self.policies().values():
             policy_source(policy)
+
+
+class LiberoPlayers(Players):
+    """Base of recipes in which policies play LIBERO's suites."""
+
+    JOINED = (EvaluateLiberoStageSettings,)
+
+    if TYPE_CHECKING:
+        simulator: SimulatorSettings
+        evaluation: LiberoEvaluationSettings
 
     def refuse_ahead(self) -> None:
         """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
@@ -382,10 +390,11 @@ class SweepPolicies(LiberoPlayers):
         return {f"sweep.policies.{name}": policy for name, policy in self.sweep.policies.items()}
 
 
-class EvaluateBenchmark(Sections):
+class EvaluateBenchmark(Players):
     """Play tasks of a benchmark of vla-eval and report the success rates."""
 
     FLOW = "armature.flows.evaluate_benchmark.evaluate_benchmark"
+    MEMORY = f"{PLANNING}:recipe_memory"
     JOINED = (EvaluateBenchmarkStageSettings,)
 
     policy: RobotPolicySettings
@@ -403,19 +412,6 @@ class EvaluateBenchmark(Sections):
     def policies(self) -> dict[str, RobotPolicySettings]:
         """Return the policy, and the other one if there is one."""
         return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
-
-    @model_validator(mode="after")
-    def _check_policies(self) -> Self:
-        for place, policy in self.policies().items():
-            _refuse_played("evaluation", self.evaluation, place, policy)
-        return self
-
-    def refuse_sources(self) -> None:
-        """Check that each policy has one source, which may also be an alias of MLflow."""
-        from armature.components.robots.policies.source import policy_source
-
-        for policy in self.policies().values():
-            policy_source(policy)
 
     def refuse_ahead(self) -> None:
         """Check that the benchmark's environment exists and external policies fit it, before anything is computed."""

@@ -81,23 +81,29 @@ def evaluate_libero(
 def open_simulators(
     settings: SimulatorSettings, machine: Machine, plan: PlayerSettings
 ) -> Iterator[list[SimulatorProcess]]:
-    """Start the processes that play `plan.batch` episodes at once, and limit torch to `machine.threads` CPU threads.
+    """Start the processes that play `plan.batch` episodes at once, and limit torch to `machine.threads` CPU threads."""
+    from armature.components.robots.libero.processes import SimulatorProcess
 
-    The policy computes in this process, next to the simulators. With 0 threads torch's own number stays.
+    with torch_threads(machine), ExitStack() as opened:
+        made = [
+            SimulatorProcess(settings, machine.limits.environment_timeout, plan.play_broken_starts)
+            for _ in range(min(machine.playing_processes, plan.batch))
+        ]
+        yield [opened.enter_context(process) for process in made]
+
+
+@contextmanager
+def torch_threads(machine: Machine) -> Iterator[None]:
+    """Limit torch to `machine.threads` CPU threads within the block; with 0 threads torch's own number stays.
+
+    The policy computes in this process, next to the simulators.
     """
     import torch
 
-    from armature.components.robots.libero.processes import SimulatorProcess
-
-    before, timeout = torch.get_num_threads(), machine.limits.environment_timeout
+    before = torch.get_num_threads()
     torch.set_num_threads(machine.threads or before)
     try:
-        with ExitStack() as opened:
-            made = [
-                SimulatorProcess(settings, timeout, plan.play_broken_starts)
-                for _ in range(min(machine.playing_processes, plan.batch))
-            ]
-            yield [opened.enter_context(process) for process in made]
+        yield
     finally:
         torch.set_num_threads(before)
 

@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.machine.project import project_source
 from armature.components.machine.versions import policy_versions
@@ -31,7 +30,7 @@ def evaluate_benchmark(
     from armature.components.robots.evaluation.opening import connect_external, load_own
     from armature.components.robots.evaluation.results import collect_results
     from armature.components.robots.evaluation.robot import refuse_disagreement
-    from armature.components.robots.evaluation.stage import play_planned, write_evaluation
+    from armature.components.robots.evaluation.stage import play_planned, torch_threads, write_evaluation
     from armature.components.robots.policies.source import read_settings
     from armature.components.robots.served.runs import BenchmarkPlayer, planned_episodes, served_robot
 
@@ -59,22 +58,15 @@ def evaluate_benchmark(
         {"cameras": tuple(name for name in policy.cameras if name in robot.cameras.values())}
         | {"action_dimensions": robot.conventions.action_dimensions},
     )
-    return play(policy)
+    with torch_threads(context.machine):
+        return play(policy)
 
 
 def benchmark_source(settings: EvaluateBenchmarkStageSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
     """Return the digest of the benchmark's module, if the recipe names its folder."""
-    if settings.benchmark.folder is None:
-        return {}
-    module = settings.benchmark.benchmark.partition(":")[0].replace(".", "/")
-    file = Path(project_source(settings.benchmark.folder)) / f"{module}.py"
-    if not file.is_file():
-        raise ConfigurationError(
-            "the folder does not have the module of the benchmark",
-            code="benchmark_module_missing",
-            where=f"benchmark.folder, {file}",
-        )
-    return {"benchmark": sha256(file.read_bytes()).hexdigest()}
+    folder, module = settings.benchmark.folder, settings.benchmark.benchmark.partition(":")[0]
+    file = Path(project_source(folder or "")) / f"{module.replace('.', '/')}.py"
+    return {"benchmark": sha256(file.read_bytes()).hexdigest()} if folder is not None and file.is_file() else {}
 
 
 EVALUATE_BENCHMARK_STAGE = Stage(

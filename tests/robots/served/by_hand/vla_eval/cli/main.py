@@ -31,7 +31,8 @@ def solved(point: Any) -> bool:
 def seen(task: str, point: Any, params: dict[str, Any]) -> dict[str, Any]:
     image = np.full(params.get("shape", [16, 16, 3]), int(40 * np.linalg.norm(point)) % 256, np.uint8)
     state = np.concatenate([point, np.zeros(params.get("more", 0))])
-    return {"images": {params.get("camera", "front"): image}, "states": state, "task_description": f"go from {task}"}
+    images = dict.fromkeys(params.get("cameras", ["front"]), image)
+    return {"images": images, "states": state, "task_description": f"go from {task}"}
 
 
 def pack(value: Any) -> Any:
