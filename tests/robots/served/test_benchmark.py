@@ -308,7 +308,7 @@ def test_rejects_invalid_settings(section, changes, code, shown):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Artifact:
+def own_policy(tmp_path_factory) -> Artifact:
     """A small policy of ours with random weights: two cameras, states of 8 and actions of 7 dimensions."""
     folder = tmp_path_factory.mktemp("own")
     checkpoint = str(released.write_released(folder / "released"))
@@ -328,13 +328,15 @@ def for_own(actions: int = 7) -> Any:
     return EvaluateBenchmarkStageSettings.model_validate(settings)
 
 
-def test_policy_of_our_own_plays_a_benchmark(own, tmp_path):
+def test_policy_of_our_own_plays_a_benchmark(own_policy, tmp_path):
     settings = for_own()
     (tmp_path / "out").mkdir()
-    EVALUATE_BENCHMARK_STAGE.run(settings, {"policy": own}, tmp_path / "out", context(tmp_path, Events(), threads=1))
+    EVALUATE_BENCHMARK_STAGE.run(
+        settings, {"policy": own_policy}, tmp_path / "out", context(tmp_path, Events(), threads=1)
+    )
     results = read_results(tmp_path / "out")
     with torch_threads(make_machine(threads=1)):
-        policy = load_own(own.path, settings.evaluation)
+        policy = load_own(own_policy.path, settings.evaluation)
         planned_and_results = zip(planned_episodes("plane", settings.evaluation), results, strict=True)
         for planned, result in planned_and_results:
             seen = by_hand.seen("near", by_hand.start("near", planned.episode), settings.benchmark.params)
@@ -344,9 +346,9 @@ def test_policy_of_our_own_plays_a_benchmark(own, tmp_path):
             assert result.steps == 4 and list(result.actions[:21]) == chunk.reshape(-1).tolist()
 
 
-def test_policy_of_another_robot_is_refused(own, tmp_path):
+def test_policy_of_another_robot_is_refused(own_policy, tmp_path):
     with refused("conventions_disagree", "action_dimensions is 7 in the policy, 4 in the benchmark"):
-        EVALUATE_BENCHMARK_STAGE.run(for_own(4), {"policy": own}, tmp_path, context(tmp_path, Events()))
+        EVALUATE_BENCHMARK_STAGE.run(for_own(4), {"policy": own_policy}, tmp_path, context(tmp_path, Events()))
 
 
 def test_module_of_the_benchmark_is_part_of_the_fingerprint(tmp_path):

@@ -104,10 +104,10 @@ def main() -> None:
     for name in ("--config", "--server-url"):
         parser.add_argument(name, required=True)
     parser.add_argument("--no-save", action="store_true", required=True)
-    given = parser.parse_args()
-    config = json.loads(Path(given.config).read_text())
+    options = parser.parse_args()
+    config = json.loads(Path(options.config).read_text())
     (entry,) = config["benchmarks"]
-    benchmark = Benchmark(given.server_url, entry["params"], Path(config["output_dir"]))
+    benchmark = Benchmark(options.server_url, entry["params"], Path(config["output_dir"]))
     for task in TASKS:
         for episode in range(entry["episodes_per_task"] if task in entry["tasks"] else 0):
             benchmark.play(task, episode, entry["max_steps"])
