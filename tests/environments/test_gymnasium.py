@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import gymnasium
 import minigrid  # noqa: F401 (it registers its environments)
 import numpy as np
 import pytest
+from minigrid.utils.baby_ai_bot import BabyAIBot
 from PIL import Image
 from pydantic import ValidationError
 
@@ -29,6 +30,8 @@ from armature.components.environments.gymnasium.settings import GymnasiumSetting
 from armature.components.environments.gymnasium.worker import GymnasiumHandler
 from armature.components.environments.make import environment_sources, make_environment, refuse_ahead
 from armature.components.environments.settings import EnvironmentSettings
+from armature.components.machine.workers.channel import WorkerError
+from armature.components.vlm.sft.demonstrate import expert
 from tests.refusals import refused
 
 from .gym_games import NAMES
@@ -220,6 +223,63 @@ def test_bad_environment_loses_its_own_rollout_alone(bad: str) -> None:
     assert shown == [alone[0].content, *alone[1:]]
 
 
+def bot(env: Any) -> Iterator[int]:
+    """Yield the actions of BabyAI's own bot."""
+    planner, action = BabyAIBot(env.unwrapped), None
+    while True:
+        action = planner.replan(action)
+        yield int(action)
+
+
+def walker(env: Any) -> Iterator[int]:
+    """Yield the actions that lead to the goal, and one that is not possible where the line begins at its goal."""
+    line = env.unwrapped
+    while line._at != line._goal:
+        yield 2 + (line._at < line._goal)
+
+
+def lost(env: Any) -> Iterator[int]:
+    """Yield a number that is no action."""
+    yield 0
+
+
+def broken(env: Any) -> Iterator[int]:
+    """Raise an error in place of an action."""
+    yield from map({}.__getitem__, [0])
+
+
+def test_expert_plays_to_the_goal() -> None:
+    with closing(make_environment(settings_of(LINE, expert=f"{__name__}:walker"))) as environment:
+        solved = 0
+        for task in environment.tasks("train"):
+            answers = expert(environment).demonstration(task)
+            at, goal = np.random.default_rng(task.payload["seed"]).integers(10, size=2).tolist()
+            assert answers == ["more" if goal > at else "less"] * abs(goal - at)
+            solved += bool(answers)
+    assert solved
+
+
+def test_babyai_bot_is_an_expert() -> None:
+    args = BABY | {"expert": f"{__name__}:bot"}
+    with closing(make_environment(settings_of(args))) as environment:
+        task = next(iter(environment.tasks("train")))
+        answers = expert(environment).demonstration(task)
+    assert play(args, answers)[2][-1].reward_parts["success"] == 1.0
+
+
+@pytest.mark.parametrize("bad", ["lost", "broken"])
+def test_bad_expert_loses_its_task_alone(bad: str) -> None:
+    with closing(make_environment(settings_of(LINE, expert=f"{__name__}:{bad}"))) as environment:
+        for task in environment.tasks("heldout"):
+            with refused("environment_failed", "tests/Line-v0", kind=WorkerError):
+                expert(environment).demonstration(task)
+
+
+def test_without_an_expert_there_is_no_demonstration() -> None:
+    with closing(make_environment(settings_of(LINE))) as environment, refused("demonstrator_missing", "gymnasium"):
+        expert(environment)
+
+
 def quiet(env: Any) -> Any:
     """Return a line whose actions do not misbehave."""
     return gymnasium.wrappers.TransformAction(env, lambda action: 2 + action % 2, env.action_space)
@@ -240,6 +300,7 @@ def raising(env: Any) -> Any:
         pytest.param(LAKE, {"id": "FrozenLaek-v1"}, "gymnasium_make_failed", id="unknown id"),
         pytest.param(LAKE, {"make": {"deep": True}}, "gymnasium_make_failed", id="unknown argument"),
         pytest.param(LAKE, {"wrappers": ["minigrid.wrappers:Nothing"]}, "name_not_in_module", id="unknown wrapper"),
+        pytest.param(LAKE, {"expert": f"{__name__}:nobody"}, "name_not_in_module", id="unknown expert"),
         pytest.param(BABY, {"modules": ["no_such_grid"]}, "environment_module_failed", id="unknown module"),
         pytest.param(LAKE, {}, "seed_without_effect", id="one map"),
         pytest.param(

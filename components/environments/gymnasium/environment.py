@@ -23,7 +23,7 @@ from armature.components.machine.project import VARIABLE as PROJECT
 from armature.components.machine.project import find_module, load_object, project_folder
 from armature.components.machine.workers.channel import IdleWorkerLost, WorkerError
 from armature.components.machine.workers.pool import WorkerPool
-from armature.components.machine.workers.requests import NOTHING, ReplyForm, array_of
+from armature.components.machine.workers.requests import NOTHING, ReplyForm, ReplyT, array_of
 from armature.components.machine.workers.worker import Worker, current_cluster, make_worker
 
 WORKER = "armature.components.environments.gymnasium.worker"
@@ -53,6 +53,7 @@ class TurnReply(ReplyForm):
 
 
 TURN_REPLY = TypeAdapter(TurnReply)
+ANSWERS = TypeAdapter(list[str])
 
 
 class GymnasiumPool(WorkerPool[Worker]):
@@ -119,17 +120,21 @@ class GymnasiumEpisode:
 
     def _play(self) -> TurnReply:
         payload = self._task.payload
-        for _ in range(2):
-            with suppress(IdleWorkerLost):  # an episode's call has ended the process: a new one starts
-                begin(self._worker)
-                return self._worker.call(
-                    "play", self._number, payload["seed"], payload["make"], self._answers, reply=TURN_REPLY
-                )
-        raise WorkerError("the process ends between calls", code="environment_failed")
+        arguments = self._number, payload["seed"], payload["make"], self._answers
+        return _asked(self._worker, "play", *arguments, reply=TURN_REPLY)
 
     def _observation(self, turn: TurnReply) -> Observation:
         content = (one if isinstance(one, str) else EncodedImage(one.tobytes(), "image/png") for one in turn.content)
         return Observation(tuple(content), turn.admissible, turn.anchor)
+
+
+def _asked(worker: Worker, method: str, *arguments: Any, reply: TypeAdapter[ReplyT]) -> ReplyT:
+    """Return the reply of a worker, in a new process if a call of another episode has ended the last one."""
+    for _ in range(2):
+        with suppress(IdleWorkerLost):
+            begin(worker)
+            return worker.call(method, *arguments, reply=reply)
+    raise WorkerError("the process ends between calls", code="environment_failed")
 
 
 def begin(worker: Worker) -> None:
@@ -157,11 +162,14 @@ class GymnasiumEnvironment(GeneratedEnvironment[GymnasiumSettings]):
         self.max_turns = settings.max_turns
         self.reward_weights = {"reward": settings.reward_weight, "success": settings.success_weight}
         self._pool: GymnasiumPool | None = shared_pool(settings, self.processes)
+        if settings.expert is not None:
+            self.demonstration = self._demonstration  # without an expert a warm start finds no such method
 
     @staticmethod
     def sources(settings: GymnasiumSettings) -> dict[str, str]:
         """Return the version of gymnasium, and digests of modules and files that the settings name."""
         calls = [wrapper.call for wrapper in settings.wrappers] + list(_calls(settings.make))
+        calls += [settings.expert] if settings.expert else []
         modules = {*settings.modules, *(call.partition(":")[0] for call in calls)}
         code = {}
         for module in sorted(each for each in modules if each.partition(".")[0] != "gymnasium"):
@@ -220,6 +228,11 @@ class GymnasiumEnvironment(GeneratedEnvironment[GymnasiumSettings]):
     def episode(self, task: Task) -> GymnasiumEpisode:
         self._pool = self._pool or shared_pool(self.settings, self.processes)
         return GymnasiumEpisode(self._pool, task, self.settings)
+
+    def _demonstration(self, task: Task) -> list[str]:
+        self._pool = self._pool or shared_pool(self.settings, self.processes)
+        worker = self._pool.workers[next(self._pool.numbers) % len(self._pool.workers)]
+        return _asked(worker, "demonstrate", task.payload["seed"], task.payload["make"], reply=ANSWERS)
 
     def close(self) -> None:
         """Release the processes, which end with the last environment or episode that uses them."""

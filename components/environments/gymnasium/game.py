@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -28,6 +28,7 @@ from armature.components.machine.workers.channel import WorkerError
 from armature.components.rewards.reward import extracted
 
 _SEPARATORS = re.compile(r"[,;\n]")
+Played = TypeVar("Played")
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,20 @@ class GymnasiumGame:
         self.turns += 1
         return self._guarded(lambda: self._play(answer))
 
+    def demonstrate(self, seed: int) -> list[str]:
+        """Let the expert play the game of `seed` and return its answers. It may give up before the game ends."""
+        self.reset(seed)
+        actions = self._guarded(lambda: iter(load_object(str(self._settings.expert), "the expert")(self.env)))
+        answers: list[str] = []
+        while len(answers) < self._settings.max_turns:
+            answer = self._guarded(lambda: self._name(next(actions, None)))
+            if answer is None:
+                break
+            answers.append(answer)
+            if self.step(answer).ended:
+                break
+        return answers
+
     def _play(self, answer: str) -> GameTurn:
         actions = self._actions(answer)
         reward, terminated, truncated = 0.0, False, False
@@ -160,7 +175,7 @@ class GymnasiumGame:
         anchor = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
         return GameTurn(content, self._admissible(), anchor)
 
-    def _guarded(self, play: Callable[[], GameTurn]) -> GameTurn:
+    def _guarded(self, play: Callable[[], Played]) -> Played:
         random.seed(f"{self._seed}/{self.turns}")
         np.random.seed(crc32(f"{self._seed}/{self.turns}".encode()))
         try:
@@ -184,6 +199,13 @@ class GymnasiumGame:
         if len(names) > self._settings.actions_per_turn or not all(name in self._names for name in names):
             return []
         return [int(self.env.action_space.start) + self._names[name] for name in names]
+
+    def _name(self, action: Any) -> str | None:
+        """Return the name of an expert's action, or the action itself where actions are texts."""
+        if action is None or not self._names:
+            return action
+        start = int(self.env.action_space.start)
+        return dict(enumerate(self._settings.actions, start))[int(action)]
 
     def _mask(self) -> Any:
         mask = self._info.get("action_mask")

@@ -77,10 +77,14 @@ class GymnasiumSettings(Settings):
     """Weight of the environment's rewards."""
     success_weight: float = 0.0
     """Weight of a success."""
+    expert: str | None = Field(None, pattern=r"^[\w.]+:[\w.]+$")
+    """Function that plays for a warm start, as MODULE:NAME. It is called with the environment after its reset and
+    yields actions, which are played one a turn. Unset: there are no demonstrations."""
     same_start: bool = False
     """Allow an environment that begins alike for every seed, so that held-out tasks are the training tasks."""
     call_timeout: PositiveFloat = Field(60.0, le=3600)
-    """Seconds that the environment may take for one turn. One that takes longer is ended, and its rollout is lost."""
+    """Seconds that the environment may take for one turn, and the expert for a game. One that takes longer is ended,
+    and its rollout is lost."""
 
     @field_validator("prompt")
     @classmethod

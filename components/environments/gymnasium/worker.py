@@ -14,7 +14,7 @@ import numpy as np
 from armature.components.contracts.errors import ConfigurationError, said
 from armature.components.environments.gymnasium.game import GameTurn, GymnasiumGame, make_env
 from armature.components.environments.gymnasium.settings import GymnasiumSettings
-from armature.components.machine.project import load_module
+from armature.components.machine.project import load_module, load_object
 from armature.components.machine.workers.channel import serve
 
 PROBED_TURNS = 12
@@ -38,6 +38,8 @@ class GymnasiumHandler:
                     where="environment.args.modules",
                     remedy="install the package that has it, or write it beside the recipe",
                 ) from error
+        if self._settings.expert:
+            load_object(self._settings.expert, "the expert")
         self._playing: dict[int, GymnasiumGame] = {}
         self._free: list[Any] = []
 
@@ -57,6 +59,13 @@ class GymnasiumHandler:
         """Forget a game. Its environment plays the next one, unless `make` differs from task to task."""
         if game := self._playing.pop(number, None):
             self._free.append(game.env)
+
+    def demonstrate(self, seed: int, make: Mapping[str, Any]) -> list[str]:
+        """Return the expert's answers in the game of a task."""
+        game = self._new(make)
+        answers = game.demonstrate(seed)
+        self._free.append(game.env)
+        return answers
 
     def probe(self, tasks: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """Play two tasks and check that the first one repeats, also beside the second and in a used environment.
