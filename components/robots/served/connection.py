@@ -26,9 +26,6 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.evaluation.robot import refuse_disagreement
 from armature.components.robots.libero.processes import ChunkResult
-from armature.components.robots.libero.progress import GoalProgress
-from armature.components.robots.libero.settings import Perturbation
-from armature.components.robots.libero.tasks import LiberoTask
 from armature.components.robots.served.settings import ServedBenchmarkSettings
 from armature.components.robots.server.client import TOO_LARGE
 from armature.components.robots.server.wire import ARRAY, Message, kind, unpack, value_of
@@ -51,10 +48,15 @@ class BenchmarkMessage:
 
 
 class BenchmarkConnection:
-    """Connection to a benchmark."""
+    """Connection to a benchmark, and a `SimulatorClient` for each episode that the benchmark starts.
 
-    def __init__(self, connection: ServerConnection, timeout: float) -> None:
-        self._connection, self._timeout = connection, timeout
+    A benchmark sends an observation before each action; those inside a chunk are not read.
+    """
+
+    def __init__(self, connection: ServerConnection, settings: ServedBenchmarkSettings) -> None:
+        self._connection, self._settings = connection, settings
+        self._latest: BenchmarkMessage
+        self._seen: RobotObservation
 
     def receive(self) -> BenchmarkMessage | None:
         """Return the next message; None if the benchmark has closed the connection.
@@ -64,10 +66,10 @@ class BenchmarkConnection:
             WorkerError: no message came in time.
         """
         try:
-            frame = self._connection.recv(self._timeout)
+            frame = self._connection.recv(self._settings.timeout_s)
         except TimeoutError as error:
             raise WorkerError(
-                f"the benchmark sent nothing for {self._timeout:g} s",
+                f"the benchmark sent nothing for {self._settings.timeout_s:g} s",
                 code="benchmark_silent",
                 where="benchmark.timeout_s",
                 remedy="see the benchmark's log",
@@ -88,27 +90,8 @@ class BenchmarkConnection:
         with suppress(ConnectionClosed):  # the next `receive` says so
             self._connection.send(msgpack.packb(answer, default=_array))
 
-
-class ServedEpisode:
-    """An episode that a benchmark has started, as a `SimulatorClient`.
-
-    A benchmark sends an observation before each action; those inside a chunk are not read.
-    """
-
-    def __init__(self, connection: BenchmarkConnection, settings: ServedBenchmarkSettings) -> None:
-        self._connection, self._settings = connection, settings
-        self._latest: BenchmarkMessage
-        self._seen: RobotObservation
-
-    def reset(
-        self,
-        task: LiberoTask,
-        initial_state: int,
-        seed: int,
-        slot: int = 0,
-        perturbation: Perturbation | None = None,
-    ) -> RobotObservation:
-        """Return the first observation: the benchmark has made the start."""
+    def reset(self, *_: object, **__: object) -> RobotObservation:
+        """Return the first observation of the episode that the benchmark has started."""
         self._latest = self._next(OBSERVATION)
         return self._observe()
 
@@ -121,26 +104,22 @@ class ServedEpisode:
             DataError: a message is invalid.
         """
         for steps, action in enumerate(actions, start=1):
-            self._connection.answer(self._latest, ACTION, {"actions": action})
+            self.answer(self._latest, ACTION, {"actions": action})
             message = self._next(OBSERVATION, END)
             if message.type == END:
                 return ChunkResult(self._seen, _success(message.payload), steps, [], ended=True)
             self._latest = message
         return ChunkResult(self._observe(), False, len(actions), [])
 
-    def progress(self, slot: int = 0) -> list[GoalProgress]:
+    def progress(self, slot: int = 0) -> list[Any]:
         """Return nothing: benchmarks do not tell the progress."""
         return []
 
     def _next(self, *types: str) -> BenchmarkMessage:
-        message = self._connection.receive()
-        if message is None or message.type == ERROR:
+        message = self.receive()
+        if message is None or message.type in (START, ERROR):  # an exception in the simulator sends no message
             raise WorkerError(
-                "the benchmark ended during an episode"
-                if message is None
-                else f"{message.payload.get('error')!r:.300}",
-                code="benchmark_lost",
-                remedy="see the benchmark's log",
+                "the benchmark did not finish an episode", code="benchmark_lost", remedy="see the benchmark's log"
             )
         if message.type not in types:
             raise _invalid(f"a message of type {message.type!r:.40} came, not {' or '.join(types)}")

@@ -41,7 +41,6 @@ from armature.components.robots.served.connection import (
     VERSION,
     BenchmarkConnection,
     BenchmarkMessage,
-    ServedEpisode,
 )
 from armature.components.robots.served.settings import (
     BenchmarkEvaluationSettings,
@@ -96,7 +95,7 @@ class _Run:
     left: dict[int, PlannedEpisode]
     lost: int
     heard: float = field(default_factory=time.monotonic)
-    started: int = 0
+    started: bool = False
     problem: WorkerError | None = None
     failure: BaseException | None = None
     unused: threading.Event = field(default_factory=threading.Event)
@@ -172,7 +171,7 @@ class BenchmarkPlayer:
         run.unused.set()
         self._runs[token] = run
         config, log = (self._folder / f"{task.index}.{ending}" for ending in ("json", "log"))
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         write_json(config, self._config(task, max(left) + 1))
         command: list[str | Path] = [self._python, "-m", "vla_eval.cli.main", "run", "--no-save", "--config", config]
         source = project_source(self._benchmark.folder) if self._benchmark.folder is not None else None
@@ -192,10 +191,10 @@ class BenchmarkPlayer:
             raise run.failure
         if not run.started and status == 0:
             raise ConfigurationError(
-                f"the benchmark has no task {task.name!r}",
-                code="benchmark_task_unknown",
+                f"the benchmark started no episode of the task {task.name!r}: {program.tail(4)}",
+                code="benchmark_started_nothing",
                 where=f"evaluation.tasks, {self._benchmark.benchmark}",
-                remedy=f"choose from those of the benchmark; its log is {log}",
+                remedy=f"name tasks that the benchmark has, and see {log}",
             )
         why = f"{run.problem.what}; " if run.problem is not None else ""
         return WorkerError(
@@ -226,7 +225,7 @@ class BenchmarkPlayer:
             return
         run.unused.clear()
         try:
-            self._converse(BenchmarkConnection(connection, self._benchmark.timeout_s), run, attempt, finish)
+            self._converse(BenchmarkConnection(connection, self._benchmark), run, attempt, finish)
         except WorkerError as error:
             run.problem = error
         except BaseException as error:
@@ -241,9 +240,12 @@ class BenchmarkPlayer:
                 connection.answer(message, HELLO, {"harness_version": "armature", "protocol_version": VERSION})
             elif message.type == OBSERVATION:
                 connection.answer(message, ERROR, {"error": "this episode is not to be played, or not again"})
-            elif message.type == START and (planned := run.left.get(_number(message, run))) is not None:
-                lost, run.lost, run.started, began = run.lost, 0, run.started + 1, time.monotonic()
-                played = attempt(SimulatorSlot(ServedEpisode(connection, self._benchmark), 0), planned)
+            elif message.type == START:
+                run.started = True
+                if (planned := run.left.get(_number(message, run))) is None:
+                    continue  # its observation is answered with an error
+                lost, run.lost, began = run.lost, 0, time.monotonic()
+                played = attempt(SimulatorSlot(connection, 0), planned)
                 with self._lock:
                     finish(planned, AttemptedEpisode(played, None, lost, time.monotonic() - began))
                 del run.left[planned.episode]

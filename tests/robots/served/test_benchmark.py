@@ -133,8 +133,9 @@ def test_episode_that_the_benchmark_ends_is_not_solved(tmp_path):
     assert [(result.success, result.steps, result.failure) for result in results] == [(False, 2, None)] * 3
 
 
-def test_benchmark_that_dies_is_started_again_and_repeats_no_episode(tmp_path):
-    settings = stage_settings({"failures": {"far/1/2": "dies once"}})
+@pytest.mark.parametrize("failure", ["dies once", "raises once"])
+def test_benchmark_that_fails_is_started_again_and_repeats_no_episode(tmp_path, failure):
+    settings = stage_settings({"failures": {"far/1/2": failure}})
     results = played(tmp_path, settings)
     assert [(result.success, list(result.actions)) for result in results] == expected(settings)
     finished = (tmp_path / "work/benchmark/played").read_text().split()
@@ -207,9 +208,17 @@ def test_benchmark_that_never_connects_is_ended(tmp_path):
         played(tmp_path, settings.model_copy(update={"benchmark": asleep}))
 
 
-def test_rejects_task_that_the_benchmark_does_not_have(tmp_path):
-    with refused("benchmark_task_unknown", "nearer"):
+def test_rejects_task_of_which_no_episode_starts(tmp_path):
+    with refused("benchmark_started_nothing", "nearer"):
         played(tmp_path, stage_settings(tasks=("nearer",)))
+    broken = {f"near/{k}/0": "raises" for k in range(3)}
+    with refused("benchmark_started_nothing", "near"):
+        played(tmp_path, stage_settings({"failures": broken}, tasks=("near",)))
+
+
+def test_episode_that_never_starts_is_given_up(tmp_path):
+    results = played(tmp_path, stage_settings({"failures": {"near/1/0": "raises"}}, failed_episodes=1, tasks=("near",)))
+    assert [result.failure is None for result in results] == [True, False, True]
 
 
 def test_rejects_actions_for_another_robot(tmp_path):

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ def unpack(value: dict[str, Any]) -> Any:
     return np.frombuffer(value["data"], value["dtype"]).reshape(value["shape"])
 
 
+class SimulatorError(Exception):
+    """Stands for an exception of the simulator."""
+
+
 class Benchmark:
     def __init__(self, url: str, params: dict[str, Any], folder: Path) -> None:
         self.params, self.folder, self.number = params, folder, 0
@@ -64,6 +69,7 @@ class Benchmark:
 
     def play(self, task: str, episode: int, max_steps: int) -> None:
         point, number = start(task, episode), 0
+        self.fail(f"{task}/{episode}/0")
         self.send("episode_start", {"task": {"name": task, "suite": "plane", "episode_idx": episode}})
         for number in range(1, max_steps + 1):
             self.fail(f"{task}/{episode}/{number}")
@@ -84,9 +90,11 @@ class Benchmark:
         """Fail at a place, TASK/EPISODE/STEP, as the params say: always, or only at the first time."""
         how = self.params.get("failures", {}).get(place)
         marker = self.folder.parent / f"failed-{place.replace('/', '-')}"
-        if how is None or (how == "dies once" and marker.exists()):
+        if how is None or (how.endswith("once") and marker.exists()):
             return
         marker.touch()
+        if how.startswith("raises"):
+            raise SimulatorError
         if how.startswith("dies"):
             print("the simulator crashed", flush=True)
             os._exit(3)
@@ -110,7 +118,8 @@ def main() -> None:
     benchmark = Benchmark(options.server_url, entry["params"], Path(config["output_dir"]))
     for task in TASKS:
         for episode in range(entry["episodes_per_task"] if task in entry["tasks"] else 0):
-            benchmark.play(task, episode, entry["max_steps"])
+            with suppress(SimulatorError):  # as vla-eval does, which tells the server nothing
+                benchmark.play(task, episode, entry["max_steps"])
     benchmark.socket.close()
 
 
