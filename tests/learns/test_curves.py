@@ -80,7 +80,6 @@ def test_clicks_in_a_browser_are_learned(task: str, least: float, seed: int, tmp
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_minigrid_with_a_sentence_is_learned(seed: int, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples/minigrid.toml", tmp_path)
-    before, after = run("./minigrid.toml", seed, tmp_path)
+    before, after = run("train-vlm/minigrid-tiny", seed, tmp_path)
     assert before[2] < after[1], "the intervals overlap"
     assert after[1] >= 0.55

@@ -1,15 +1,11 @@
-"""examples/minigrid.toml: a planner that knows the whole room reaches the named object within the recipe's turns."""
+"""train-vlm/minigrid-tiny: a planner that knows the whole room reaches the named object within the recipe's turns."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from armature.components.configuration import load_recipe
 from armature.components.environments.gymnasium.settings import GymnasiumSettings
-
-RECIPE = Path(__file__).resolve().parents[2] / "examples/minigrid.toml"
 
 
 def test_named_object_is_reached_within_the_turns() -> None:
@@ -17,7 +13,7 @@ def test_named_object_is_reached_within_the_turns() -> None:
     import gymnasium
     from minigrid.utils.baby_ai_bot import BabyAIBot
 
-    args = GymnasiumSettings.model_validate(load_recipe(str(RECIPE)).sections["environment"].args)
+    args = GymnasiumSettings.model_validate(load_recipe("train-vlm/minigrid-tiny").sections["environment"].args)
     env = gymnasium.make(args.id, render_mode="rgb_array", **args.make)
     for seed in range(1, 128, 2):
         env.reset(seed=seed)
