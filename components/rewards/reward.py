@@ -239,6 +239,20 @@ def extracted(completion: str, extract: str) -> str | None:
     return inside.strip() if end_tag and start_tag else None
 
 
+def wrapped(answer: str, extract: str) -> str:
+    """Return a completion of which `extracted` returns `answer`.
+
+    Example:
+        >>> wrapped("4", "<answer>"), wrapped("4", "boxed"), wrapped("4", "</think>"), wrapped("4", "all")
+        ('<answer>4</answer>', '\\\\boxed{4}', '</think>4', '4')
+    """
+    if extract == "all":
+        return answer
+    if extract == "boxed":
+        return f"\\boxed{{{answer}}}"
+    return f"{extract}{answer}" + ("" if extract.startswith("</") else f"</{extract[1:]}")
+
+
 def folded(text: str) -> str:
     """Normalize a text: Unicode NFKC, no invisible characters, plain apostrophes, and a space between a CJK character
     and a Latin letter or digit."""

@@ -248,6 +248,23 @@ def broken(env: Any) -> Iterator[int]:
     yield from map({}.__getitem__, [0])
 
 
+def fraction(env: Any) -> Iterator[float]:
+    """Yield a number near an action."""
+    yield 2.7
+
+
+def written(env: Any) -> Iterator[str]:
+    """Yield an action as text."""
+    yield "2"
+
+
+def test_expert_writes_its_actions_as_they_are_extracted() -> None:
+    args = LINE | {"expert": f"{__name__}:walker", "extract": "<action>"}
+    with closing(make_environment(settings_of(args))) as environment:
+        answers = next(filter(None, map(expert(environment).demonstration, environment.tasks("train"))))
+    assert {*answers} <= {"<action>more</action>", "<action>less</action>"}
+
+
 def test_expert_plays_to_the_goal() -> None:
     with closing(make_environment(settings_of(LINE, expert=f"{__name__}:walker"))) as environment:
         solved = 0
@@ -267,7 +284,7 @@ def test_babyai_bot_is_an_expert() -> None:
     assert play(args, answers)[2][-1].reward_parts["success"] == 1.0
 
 
-@pytest.mark.parametrize("bad", ["lost", "broken"])
+@pytest.mark.parametrize("bad", ["lost", "broken", "fraction", "written"])
 def test_bad_expert_loses_its_task_alone(bad: str) -> None:
     with closing(make_environment(settings_of(LINE, expert=f"{__name__}:{bad}"))) as environment:
         for task in environment.tasks("heldout"):

@@ -25,7 +25,7 @@ from armature.components.environments.gymnasium.settings import GymnasiumSetting
 from armature.components.environments.openenv.messages import filled_prompt, flattened
 from armature.components.machine.project import load_object
 from armature.components.machine.workers.channel import WorkerError
-from armature.components.rewards.reward import extracted
+from armature.components.rewards.reward import extracted, wrapped
 
 _SEPARATORS = re.compile(r"[,;\n]")
 Played = TypeVar("Played")
@@ -138,7 +138,7 @@ class GymnasiumGame:
         actions = self._guarded(lambda: iter(load_object(str(self._settings.expert), "the expert")(self.env)))
         answers: list[str] = []
         while len(answers) < self._settings.max_turns:
-            answer = self._guarded(lambda: self._name(next(actions, None)))
+            answer = self._guarded(lambda: self._answer(next(actions, None)))
             if answer is None:
                 break
             answers.append(answer)
@@ -200,12 +200,14 @@ class GymnasiumGame:
             return []
         return [int(self.env.action_space.start) + self._names[name] for name in names]
 
-    def _name(self, action: Any) -> str | None:
-        """Return the name of an expert's action, or the action itself where actions are texts."""
-        if action is None or not self._names:
-            return action
-        start = int(self.env.action_space.start)
-        return dict(enumerate(self._settings.actions, start))[int(action)]
+    def _answer(self, action: Any) -> str | None:
+        """Return an answer that plays an expert's action: its name, or the action itself where actions are texts."""
+        if action is None:
+            return None
+        if not self.env.action_space.contains(action):
+            raise ValueError(f"the expert yielded {action!r:.80}, which is not in {self.env.action_space!s:.80}")
+        text = self._settings.actions[int(action - self.env.action_space.start)] if self._names else str(action)
+        return wrapped(text, self._settings.extract)
 
     def _mask(self) -> Any:
         mask = self._info.get("action_mask")

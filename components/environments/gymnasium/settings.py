@@ -79,7 +79,8 @@ class GymnasiumSettings(Settings):
     """Weight of a success."""
     expert: str | None = Field(None, pattern=r"^[\w.]+:[\w.]+$")
     """Function that plays for a warm start, as MODULE:NAME. It is called with the environment after its reset and
-    yields actions, which are played one a turn. Unset: there are no demonstrations."""
+    yields actions, which are played one a turn and written as `extract` takes them. Unset: there are no
+    demonstrations."""
     same_start: bool = False
     """Allow an environment that begins alike for every seed, so that held-out tasks are the training tasks."""
     call_timeout: PositiveFloat = Field(60.0, le=3600)
