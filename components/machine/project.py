@@ -156,21 +156,12 @@ class _BesideTheRecipe(MetaPathFinder):
             self.folder, self.names, self._versions = folder, set(), {}
         if name in self.names or _beside(folder, name) is None:
             return
-        modules, waiting = set[str](), [name]
-        while waiting:
-            each = waiting.pop()
-            if each in modules or (path := _beside(folder, each)) is None:
-                continue
+        modules = modules_beside(folder, name)
+        for each, (path, files) in modules.items():
             _refuse_collision(each, path)
-            if each == __name__.partition(".")[0]:
-                continue  # in a clone of Armature, whose own modules are imported once
-            modules.add(each)
-            inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
-            files = [file for file in inside if file.is_file()]
             self._versions |= {file: _version(file) for file in files}
-            waiting += [imported for file in files for imported in _imported(file)]
         importlib.invalidate_caches()
-        self.names |= modules
+        self.names |= {each for each, (_, files) in modules.items() if files}
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
@@ -187,6 +178,25 @@ class _BesideTheRecipe(MetaPathFinder):
 
 
 _FINDER = _BesideTheRecipe()
+
+
+def modules_beside(folder: Path, name: str) -> dict[str, tuple[Path, list[Path]]]:
+    """Return the module `name` in `folder` and the modules there that it imports: the path and all files of each.
+
+    Armature itself, in a clone, has no files here, because its own modules are imported once.
+    """
+    modules: dict[str, tuple[Path, list[Path]]] = {}
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each in modules or (path := _beside(folder, each)) is None:
+            continue
+        inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+        ours = each == __name__.partition(".")[0]
+        files = [] if ours else [file for file in inside if file.is_file()]
+        modules[each] = path, files
+        waiting += [imported for file in files for imported in _imported(file)]
+    return modules
 
 
 def _beside(folder: Path, name: str) -> Path | None:

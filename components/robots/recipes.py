@@ -416,9 +416,10 @@ class EvaluateBenchmark(Players):
     def refuse_ahead(self) -> None:
         """Check that the benchmark's environment exists and external policies fit it, before anything is computed."""
         from armature.components.robots.evaluation.robot import refuse_unfit
-        from armature.components.robots.served.runs import benchmark_python, served_robot
+        from armature.components.robots.served.runs import benchmark_folder, benchmark_python, served_robot
 
         benchmark_python(self.benchmark)
+        benchmark_folder(self.benchmark)
         for place, policy in self.policies().items():
             if policy.external is not None:
                 refuse_unfit(policy.external, served_robot(self.benchmark), self.evaluation, place)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from armature.components.contracts.machine import available_cpus
+from armature.components.contracts.stages import StageContext
 from armature.components.models.source import locate
-from armature.components.robots.evaluation.robot import SimulatedRobot, libero_robot, refuse_cameras, refuse_unfit
+from armature.components.robots.evaluation.robot import (
+    SimulatedRobot,
+    refuse_cameras,
+    refuse_disagreement,
+    refuse_unfit,
+)
 from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, PolicyEvaluationSettings
 from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.lerobot.process import LeRobotPolicy
 from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.policies.settings import LeRobotPolicySettings, ServedPolicySettings
-from armature.components.robots.policies.source import POLICY
+from armature.components.robots.policies.source import POLICY, read_settings
 from armature.components.robots.server.client import ServedPolicy
 
 
@@ -47,14 +55,30 @@ def load_own(source: Path, plan: PolicyEvaluationSettings) -> FlowPolicy:
     )
 
 
-def open_external(
-    external: ServedPolicySettings | LeRobotPolicySettings,
-    source: Path,
-    settings: EvaluateLiberoStageSettings,
-    threads: int,
-) -> ServedPolicy | LeRobotPolicy:
-    """Connect to a policy of another program that plays in LIBERO, see `connect_external`."""
-    return connect_external(external, source, libero_robot(settings.simulator), settings.evaluation, threads)
+@contextmanager
+def open_policy(
+    source: Path, robot: SimulatedRobot, plan: PolicyEvaluationSettings, context: StageContext
+) -> Iterator[FlowPolicy | ServedPolicy | LeRobotPolicy]:
+    """Open the policy of an artifact within the block: one of ours, or of another program.
+
+    Raises:
+        ConfigurationError, DataError, ServerError: see `load_own`, `refuse_unfit` and `connect_external`.
+    """
+    settings = read_settings(source)
+    if settings is None or settings.external is None:
+        own = load_own(source, plan)
+        provided = tuple(robot.cameras.values())
+        has = {
+            "cameras": own.cameras if {*own.cameras} <= {*provided} else provided,
+            "action_dimensions": robot.conventions.action_dimensions,
+        }
+        refuse_disagreement("the policy", {name: getattr(own, name) for name in has}, "the simulator", has)
+        yield own
+        return
+    with connect_external(settings.external, source, robot, plan, context.machine.threads) as external:
+        if not external.seeded:
+            context.events.message("the policy's server draws its own noise, so another evaluation may differ")
+        yield external
 
 
 def connect_external(

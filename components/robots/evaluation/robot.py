@@ -66,7 +66,13 @@ def libero_conventions(simulator: SimulatorSettings) -> RobotConventions:
     )
 
 
-def refuse_disagreement(name: str, declared: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> None:
+def refuse_disagreement(
+    name: str,
+    declared: Mapping[str, Any],
+    other_name: str,
+    other: Mapping[str, Any],
+    remedy: str = "",
+) -> None:
     """Check that two sides have the same values for all conventions that `declared` has.
 
     Example:
@@ -76,6 +82,7 @@ def refuse_disagreement(name: str, declared: Mapping[str, Any], other_name: str,
     Args:
         name: name of the side that declares, for the message; for example a setting.
         other_name: name of the other side.
+        remedy: what to do, if the policy is not one of the sides.
 
     Raises:
         ConfigurationError: the sides disagree. The error lists each pair that does.
@@ -90,7 +97,9 @@ def refuse_disagreement(name: str, declared: Mapping[str, Any], other_name: str,
             "; ".join(pairs),
             code="conventions_disagree",
             where=f"{name}, {other_name}",
-            remedy="use a policy that was trained with the simulator's conventions, or convert on the policy's side; "
+            remedy=remedy
+            if remedy
+            else "use a policy that was trained with the simulator's conventions, or convert on the policy's side; "
             "change a declaration only if it is wrong about the training data",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from armature.components.contracts.metrics import write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
@@ -22,6 +22,7 @@ from armature.components.robots.evaluation.settings import (
 if TYPE_CHECKING:
     from armature.components.contracts.machine import Machine
     from armature.components.contracts.robots import RobotPolicy
+    from armature.components.contracts.settings import Settings
     from armature.components.robots.evaluation.episode import EpisodeOutcome, SimulatorClient
     from armature.components.robots.evaluation.page import LastFrame
     from armature.components.robots.evaluation.results import LiberoResult, PerturbedResult
@@ -51,30 +52,19 @@ def evaluate_libero(
         ConfigurationError: a task does not exist or cannot be simplified as asked, or the policy does not support the
             action mode.
     """
-    from armature.components.robots.evaluation.opening import open_external, open_own
+    from armature.components.robots.evaluation.opening import open_policy
+    from armature.components.robots.evaluation.robot import libero_robot
     from armature.components.robots.evaluation.schedule import refuse_episodes
     from armature.components.robots.libero.tasks import suite_tasks
-    from armature.components.robots.policies.source import read_settings
 
     plan, source = settings.evaluation, inputs["policy"].path
     refuse_episodes(plan, settings.simulator)
     tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
-    chosen = read_settings(source)
-    if chosen is not None and chosen.external is not None:
-        with (
-            open_external(chosen.external, source, settings, context.machine.threads) as external,
-            open_simulators(settings.simulator, context.machine, plan) as processes,
-        ):
-            if not external.seeded:
-                context.events.message("the policy's server draws its own noise, so another evaluation may differ")
-            return evaluate_policy(external, tasks, processes, settings, out, context)
-    policy = open_own(source, settings)
-    with open_simulators(settings.simulator, context.machine, plan) as processes:
-        report = evaluate_policy(policy, tasks, processes, settings, out, context)
-    if not policy.undecoded:
-        return report
-    context.events.message(f"{policy.undecoded} answers of the policy could not be decoded to actions")
-    return replace(report, drops={**report.drops, "answers without actions": policy.undecoded})
+    with (
+        open_policy(source, libero_robot(settings.simulator), plan, context) as policy,
+        open_simulators(settings.simulator, context.machine, plan) as processes,
+    ):
+        return evaluate_policy(policy, tasks, processes, settings, out, context)
 
 
 @contextmanager
@@ -127,29 +117,28 @@ def evaluate_policy(
     results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
     every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
     stills, differing = _film(settings, planned, outcomes, every, processes[0], out, context)
-    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
-    report = write_evaluation(
-        results, perturbed, outcomes, stills, configuration, time.monotonic() - started, out, context
-    )
+    seconds = time.monotonic() - started
+    report = write_evaluation(policy, settings, results, outcomes, seconds, out, context, perturbed, stills)
     shown = {"videos that would show another ending": differing} if differing else {}
     return replace(report, drops={**report.drops, **shown})
 
 
 def write_evaluation(
+    policy: RobotPolicy,
+    settings: Settings,
     results: Sequence[LiberoResult],
-    perturbed: Sequence[PerturbedResult],
     outcomes: Mapping[EpisodeKey, EpisodeOutcome],
-    stills: Sequence[LastFrame],
-    configuration: Mapping[str, Any],
     seconds: float,
     out: Path,
     context: StageContext,
+    perturbed: Sequence[PerturbedResult] = (),
+    stills: Sequence[LastFrame] = (),
     title: str = "Evaluation in LIBERO",
 ) -> StageReport:
     """Write tables, metrics and the report of an evaluation, and log its metrics.
 
     Args:
-        configuration: settings for the report. seconds: duration of the evaluation. title: first words of the report.
+        settings: settings of the stage. seconds: duration of the evaluation. title: first words of the report.
     """
     from armature.components.pages.report import write_report
     from armature.components.robots.evaluation.compare import all_metrics
@@ -161,15 +150,20 @@ def write_evaluation(
     videos = {still.key: still.video for still in stills}
     write_json(out / METRICS_FILE, numbers)
     write_json(out / EVAL_INFO_FILE, eval_info(results, videos, seconds))
+    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
     page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed, title)
     write_report(out / "report.html", page)
     shown = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
     changed = numbers.get("perturbations", {}).items()
     shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed for key in SHOWN}
     context.events.metrics(shown, 0)
+    undecoded = getattr(policy, "undecoded", 0)  # only policies of ours predict action tokens
+    if undecoded:
+        context.events.message(f"{undecoded} answers of the policy could not be decoded to actions")
     drops = {
         "episodes not played": sum(result.failure is not None for result in [*results, *perturbed]),
         "attempts lost with their simulator": sum(outcome.lost for outcome in outcomes.values()),
+        "answers without actions": undecoded,
     }
     counts = {"episodes": len(results), "perturbed episodes": len(perturbed), "videos": len(stills)}
     counts = {name: count for name, count in counts.items() if count or name != "perturbed episodes"}

@@ -30,9 +30,8 @@ from armature.components.robots.served.settings import ServedBenchmarkSettings
 from armature.components.robots.server.client import TOO_LARGE
 from armature.components.robots.server.wire import ARRAY, Message, kind, unpack, value_of
 
-HELLO, START, OBSERVATION, ACTION, END, ERROR = (
-    *("hello", "episode_start", "observation", "action", "episode_end", "error"),
-)
+HELLO, START, END, ERROR = "hello", "episode_start", "episode_end", "error"
+OBSERVATION, ACTION = "observation", "action"
 VERSION = 1
 LARGEST_MESSAGE = 2**26
 """Largest message of a benchmark, in bytes."""
@@ -83,6 +82,12 @@ class BenchmarkConnection:
         if not all(isinstance(message.get(name), each) for name, each in form.items()):
             raise _invalid(f"the message has {', '.join(f'{key} {kind(each)}' for key, each in message.items())}")
         return BenchmarkMessage(message["type"], message["payload"], message["seq"])
+
+    def greet(self, hello: BenchmarkMessage) -> None:
+        """Answer the benchmark's `hello`, which says the version of its protocol."""
+        if (version := hello.payload.get("protocol_version")) != VERSION:
+            raise _invalid(f"the protocol of the benchmark has version {kind(version)}")
+        self.answer(hello, HELLO, {"harness_version": "armature", "protocol_version": VERSION})
 
     def answer(self, message: BenchmarkMessage, type: str, payload: Message) -> None:
         """Answer a message."""
@@ -153,6 +158,7 @@ def read_observation(payload: Message, settings: ServedBenchmarkSettings) -> Rob
         f"the observations of {settings.benchmark}",
         {"cameras": cameras or tuple(images), "state_dimensions": state.shape}
         | {f"size of {name}": pixels[settings.cameras[name]].shape for name in cameras},
+        remedy="correct benchmark.cameras, resolution and conventions, or change benchmark.params",
     )
     return RobotObservation(pixels, state.astype(np.float32), words)
 
@@ -168,8 +174,8 @@ def _pixels(name: str, value: Any) -> NDArray[np.uint8]:
 
 def _success(payload: Message) -> bool:
     metrics = payload.get("metrics")
-    success = value_of("success", metrics.get("success")) if isinstance(metrics, dict) else None
-    if success not in (True, False):
+    success = metrics.get("success") if isinstance(metrics, dict) else None
+    if not isinstance(success, bool | int | float) or success not in (0, 1):
         raise _invalid(f"the result of an episode has the metrics {kind(metrics)}, and its success is {kind(success)}")
     return bool(success)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.installation import home_folder
 from armature.components.contracts.metrics import write_json
 from armature.components.machine.process import Program
-from armature.components.machine.project import project_source
+from armature.components.machine.project import project_path
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.machine.workers.pool import StickyQueue
 from armature.components.robots.evaluation.episode import PlayedEpisode
@@ -38,7 +39,6 @@ from armature.components.robots.served.connection import (
     LARGEST_MESSAGE,
     OBSERVATION,
     START,
-    VERSION,
     BenchmarkConnection,
     BenchmarkMessage,
 )
@@ -62,14 +62,31 @@ def benchmark_python(settings: ServedBenchmarkSettings) -> Path:
         ConfigurationError: it does not exist.
     """
     python = home_folder() / settings.python
-    if not os.access(python, os.X_OK):
+    if shutil.which(python) is None:
         raise ConfigurationError(
             "there is no Python interpreter with vla-eval and the simulator",
             code="benchmark_python_missing",
             where=f"benchmark.python, {python}",
-            remedy="make an environment and install both in it, or set benchmark.python to the interpreter of one",
+            remedy="armature setup --metaworld, or install both in an environment of your own and set benchmark.python",
         )
     return python
+
+
+def benchmark_folder(settings: ServedBenchmarkSettings) -> Path | None:
+    """Return the folder of the benchmark's module; None if the module is installed.
+
+    Raises:
+        ConfigurationError: it does not exist.
+    """
+    folder = project_path(settings.folder) if settings.folder is not None else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigurationError(
+            "the folder of the benchmark's module does not exist",
+            code="benchmark_folder_missing",
+            where=f"benchmark.folder, {folder.absolute()}",
+            remedy=f"name the folder that has the module of {settings.benchmark}; it is relative to the recipe's file",
+        )
+    return folder
 
 
 def served_robot(settings: ServedBenchmarkSettings) -> SimulatedRobot:
@@ -88,7 +105,8 @@ def planned_episodes(benchmark: str, plan: BenchmarkEvaluationSettings) -> list[
 class _Run:
     """A run of vla-eval: the episodes of its task that are left, by number, and how it ended.
 
-    lost: number of attempts at its first episode that were lost. heard: time of the latest message.
+    lost: number of attempts at its first episode that were lost. heard: time of the latest message. started: an episode
+    of the task has started. ended: why its connection was not served to the end. serving: held while it is served.
     """
 
     task: LiberoTask
@@ -96,9 +114,8 @@ class _Run:
     lost: int
     heard: float = field(default_factory=time.monotonic)
     started: bool = False
-    problem: WorkerError | None = None
-    failure: BaseException | None = None
-    unused: threading.Event = field(default_factory=threading.Event)
+    ended: BaseException | None = None
+    serving: threading.Lock = field(default_factory=threading.Lock)
 
 
 class BenchmarkPlayer:
@@ -111,7 +128,8 @@ class BenchmarkPlayer:
 
     def __init__(self, settings: EvaluateBenchmarkStageSettings, folder: Path, processes: int) -> None:
         self._benchmark, self._plan = settings.benchmark, settings.evaluation
-        self._python, self._folder, self._processes = benchmark_python(self._benchmark), folder, processes
+        self._python, self._source = benchmark_python(self._benchmark), benchmark_folder(self._benchmark)
+        self._folder, self._processes = folder, processes
         self._runs: dict[str, _Run] = {}
         self._lock = threading.Lock()
 
@@ -168,27 +186,25 @@ class BenchmarkPlayer:
         """Play the episodes that are left in one run of vla-eval, and return why some are still left."""
         task = next(iter(left.values())).task
         token, run = secrets.token_urlsafe(16), _Run(task, left, lost)
-        run.unused.set()
         self._runs[token] = run
         config, log = (self._folder / f"{task.index}.{ending}" for ending in ("json", "log"))
         self._folder.mkdir(parents=True, exist_ok=True)
         write_json(config, self._config(task, max(left) + 1))
         command: list[str | Path] = [self._python, "-m", "vla_eval.cli.main", "run", "--no-save", "--config", config]
-        source = project_source(self._benchmark.folder) if self._benchmark.folder is not None else None
+        source = str(self._source) if self._source is not None else None
         env = {"PYTHONPATH": source, "MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
         program = Program([*command, "--server-url", f"{url}/{token}"], log=log, env=env)
         try:
-            while program.returncode is None and run.problem is None and run.failure is None:
+            while program.returncode is None and run.ended is None:
                 time.sleep(0.05)
-                quiet = time.monotonic() - run.heard
-                if run.unused.is_set() and run.problem is None and quiet > self._benchmark.timeout_s:
-                    run.problem = WorkerError("the benchmark neither connects nor ends", code="benchmark_silent")
+                if not run.serving.locked() and time.monotonic() - run.heard > self._benchmark.timeout_s:
+                    run.ended = WorkerError("the benchmark neither connects nor ends", code="benchmark_silent")
         finally:
             status = program.stop()
-            run.unused.wait()  # its connection is closed now
-            del self._runs[token]
-        if run.failure is not None:
-            raise run.failure
+            with run.serving:  # its connection is closed now
+                del self._runs[token]
+        if run.ended is not None and not isinstance(run.ended, WorkerError):
+            raise run.ended
         if not run.started and status == 0:
             raise ConfigurationError(
                 f"the benchmark started no episode of the task {task.name!r}: {program.tail(4)}",
@@ -196,7 +212,7 @@ class BenchmarkPlayer:
                 where=f"evaluation.tasks, {self._benchmark.benchmark}",
                 remedy=f"name tasks that the benchmark has, and see {log}",
             )
-        why = f"{run.problem.what}; " if run.problem is not None else ""
+        why = f"{run.ended.what}; " if run.ended is not None else ""
         return WorkerError(
             f"{why}vla-eval ended with status {status} and {len(left)} episodes left: {program.tail(4)}",
             code="benchmark_run_failed",
@@ -221,28 +237,26 @@ class BenchmarkPlayer:
     def _serve(self, attempt: Attempt, finish: Finish, connection: ServerConnection) -> None:
         """Serve a connection until it is closed."""
         run = self._runs.get(connection.request.path[1:]) if connection.request is not None else None
-        if run is None or not run.unused.is_set():
+        if run is None or not run.serving.acquire(blocking=False):
             return
-        run.unused.clear()
         try:
             self._converse(BenchmarkConnection(connection, self._benchmark), run, attempt, finish)
-        except WorkerError as error:
-            run.problem = error
         except BaseException as error:
-            run.failure = error
+            run.ended = error
         finally:
-            run.unused.set()
+            run.serving.release()
 
     def _converse(self, connection: BenchmarkConnection, run: _Run, attempt: Attempt, finish: Finish) -> None:
         while (message := connection.receive()) is not None:
             run.heard = time.monotonic()
             if message.type == HELLO:
-                connection.answer(message, HELLO, {"harness_version": "armature", "protocol_version": VERSION})
+                connection.greet(message)
             elif message.type == OBSERVATION:
                 connection.answer(message, ERROR, {"error": "this episode is not to be played, or not again"})
             elif message.type == START:
-                run.started = True
-                if (planned := run.left.get(_number(message, run))) is None:
+                number = _number(message, run)
+                run.started |= number >= 0
+                if (planned := run.left.get(number)) is None:
                     continue  # its observation is answered with an error
                 lost, run.lost, began = run.lost, 0, time.monotonic()
                 played = attempt(SimulatorSlot(connection, 0), planned)
@@ -253,7 +267,7 @@ class BenchmarkPlayer:
 
 
 def _number(message: BenchmarkMessage, run: _Run) -> int:
-    """Return the number of the episode that a message starts, and -1 if it is one of another task."""
+    """Return the number of the episode that a message starts; -1 if it is an episode of another task."""
     match message.payload.get("task"):
         case {"name": str() as name, "episode_idx": int() as number} if name == run.task.name:
             return number

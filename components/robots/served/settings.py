@@ -23,12 +23,13 @@ class ServedBenchmarkSettings(Settings):
     params: dict[str, Any] = Field({})
     """Arguments of the class."""
     release: str = Field(min_length=1)
-    """Name and version of the simulator. It does not report its own, so an evaluation is made again only if this text
-    or another setting changes."""
+    """Name and version of the simulator. It does not report its own, so another version plays again only if this text
+    changes too."""
     python: str = Field(min_length=1)
-    """Python interpreter of the environment that has vla-eval and the simulator."""
+    """Python interpreter of the environment that has vla-eval and the simulator; relative to the folder of the run."""
     folder: str | None = None
-    """Folder of the module, if it is not installed in that environment."""
+    """Folder of the module, if it is not installed in that environment; relative to the recipe's file. An evaluation is
+    made again if the module, or one beside it that it imports, changes."""
     cameras: dict[str, str] = Field(min_length=1)
     """Names of features by name of an image that the benchmark sends: agentview = observation.images.image."""
     resolution: PositiveInt = 256

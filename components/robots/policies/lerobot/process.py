@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ def lerobot_python() -> str:
         ConfigurationError: it does not exist.
     """
     python = os.environ.get(PYTHON) or str(home_folder() / ".venv-lerobot/bin/python")
-    if not os.access(python, os.X_OK):
+    if shutil.which(python) is None:
         raise ConfigurationError(
             "there is no Python interpreter with LeRobot",
             code="lerobot_missing",
