@@ -184,7 +184,8 @@ def _invalid(what: str) -> DataError:
     return DataError(
         what,
         code="benchmark_message_invalid",
-        remedy=f"use a benchmark of vla-eval whose protocol has version {VERSION}",
+        remedy=f"use a benchmark that sends images, a state and the task in version {VERSION} of vla-eval's protocol; "
+        "some send a state only with benchmark.params.send_state = true",
     )
 
 
