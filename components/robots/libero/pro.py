@@ -59,6 +59,17 @@ def base_suite(suite: str) -> str:
     return suite.rsplit("_", 1)[0] if suite in PRO_SUITES else suite
 
 
+def plain_name(name: str) -> str:
+    """Return an object's or a place's name with LIBERO's category and without the object's number.
+
+    Example:
+        >>> plain_name("yellow_stove_1_cook_region")
+        'flat_stove_cook_region'
+    """
+    category, *part = re.split(r"_\d+", name, maxsplit=1)
+    return "".join([VARIANTS.get(category, category), *part])
+
+
 def pro_folder() -> Path:
     """Return the folder with bddl_files and init_files of LIBERO-PRO.
 

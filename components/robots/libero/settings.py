@@ -18,6 +18,7 @@ from pydantic import (
 
 from armature.components.contracts.settings import Settings
 from armature.components.robots.datasets.settings import LayoutSettings
+from armature.components.robots.libero.pro import ProSuite
 
 # --- Simulation and rendering ---
 
@@ -129,8 +130,8 @@ class DemonstrationSettings(Settings):
 
     model_config = ConfigDict(title="Demonstrations")
 
-    suite: Suite
-    """LIBERO suite whose tasks are demonstrated."""
+    suite: Suite | ProSuite
+    """LIBERO suite, or its variant in LIBERO-PRO, whose tasks are demonstrated."""
     tasks: tuple[NonNegativeInt, ...] = ()
     """Numbers of the tasks in the suite; empty: all tasks that the scripted policy supports."""
     episodes_per_task: PositiveInt = 50

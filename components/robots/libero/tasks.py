@@ -59,6 +59,12 @@ class LiberoTask:
         ending = ".npz" if self.suite in PRO_SUITES else ""
         return self._folder() / "init_files" / self.suite / f"{self.name}.pruned_init{ending}"
 
+    @property
+    def goal(self) -> list[list[str]]:
+        """Goal predicates of the BDDL file: [["on", "akita_black_bowl_1", "plate_1"]]."""
+        text = self.bddl_file.read_text().split("(:goal", 1)[1].lower()
+        return [predicate.split() for predicate in re.findall(r"\(([^()]+)\)", text)]
+
     def _folder(self) -> Path:
         return pro_folder() if self.suite in PRO_SUITES else package_folder()
 
@@ -143,10 +149,9 @@ def _part_of_furniture(task: LiberoTask) -> str | None:
 
     None if the predicate is about an object.
     """
-    text = task.bddl_file.read_text()
-    objects, goal = (text.split(f"(:{section}", 1)[1] for section in ("objects", "goal"))
-    thing = re.findall(r"[^\s()]+", goal)[2]  # (And (Open thing) ...
-    return None if thing in objects.split(")", 1)[0].split() else thing
+    objects = task.bddl_file.read_text().split("(:objects", 1)[1].split(")", 1)[0]
+    thing = task.goal[0][1]
+    return None if thing in objects.split() else thing
 
 
 # --- Initial states, which LIBERO stores as pickled arrays; they are read without executing what a pickle contains ---

@@ -10,13 +10,17 @@ import pytest
 
 from armature.components.robots.evaluation.settings import LiberoEvaluationSettings
 from armature.components.robots.libero.package import ASSETS, import_libero
-from armature.components.robots.libero.pro import PRO_SUITES, VARIANTS, pro_language, register_variants
+from armature.components.robots.libero.pro import PRO_SUITES, VARIANTS, base_suite, pro_language, register_variants
+from armature.components.robots.libero.scripted.plans import is_scripted
+from armature.components.robots.libero.scripted.policy import DemonstrationOutcome, demonstrate
+from armature.components.robots.libero.simulator import LiberoSimulator
 from armature.components.robots.libero.tasks import load_initial_states, suite_tasks
 from tests.refusals import refused
 
-from .simulated import needs_libero
+from .simulated import needs_libero, simulator
 
 pytestmark = needs_libero
+needs_files = pytest.mark.skipif(ASSETS not in os.environ, reason="LIBERO-PRO's files are not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,29 @@ def test_variants_have_the_step_limits_of_their_suites() -> None:
     assert settings.suites == ("libero_10_swap",)
 
 
-@pytest.mark.skipif(ASSETS not in os.environ, reason="LIBERO-PRO's files are not installed")
+SCRIPTED = {"libero_spatial": list(range(10)), "libero_object": list(range(10)), "libero_goal": [1, 2, 4, 6, 8]}
+
+
+@needs_files
+@pytest.mark.parametrize("suite", PRO_SUITES)
+def test_scripted_policy_supports_the_same_goals(suite: str) -> None:
+    expected = [2, 5, 6, 8, 9] if suite == "libero_goal_task" else SCRIPTED.get(base_suite(suite), [])
+    assert [task.index for task in suite_tasks(suite) if is_scripted(task)] == expected
+
+
+@needs_files
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("suite", "index"), [("libero_goal_object", 8), ("libero_goal_task", 6), ("libero_goal_task", 9)]
+)
+def test_scripted_policy_solves_new_objects_and_goals(suite: str, index: int) -> None:
+    made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10, assets=None))
+    (outcome,) = demonstrate(made, 0, 0, noise=0.0, limit=300, watch=False)
+    made.close()
+    assert isinstance(outcome, DemonstrationOutcome) and outcome.success
+
+
+@needs_files
 @pytest.mark.parametrize("suite", PRO_SUITES)
 def test_all_files_are_read(suite: str) -> None:
     tasks = suite_tasks(suite)

@@ -37,6 +37,7 @@ def test_rejects_reach_distance_for_furniture_tasks(suite: str) -> None:
     expected = set()
     for task in suite_tasks(suite):
         parsed = robosuite_parse_problem(str(task.bddl_file))
+        assert task.goal == parsed["goal_state"]
         objects = [name for names in parsed["objects"].values() for name in names]
         if parsed["goal_state"][0][1] not in objects:
             expected.add(task.index)

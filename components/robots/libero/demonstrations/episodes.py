@@ -21,7 +21,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.images import data_url
 from armature.components.pages.report import HtmlReport, ReportImage, Table
 from armature.components.robots.libero.processes import Demonstration
-from armature.components.robots.libero.scripted.plans import SCRIPTED_TASKS
+from armature.components.robots.libero.scripted.plans import SCRIPTED_SUITES, is_scripted
 from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
 from armature.components.robots.libero.settings import DemonstrationSettings
 from armature.components.robots.libero.tasks import LiberoTask, suite_tasks
@@ -48,23 +48,23 @@ def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
     Raises:
         ConfigurationError: the scripted policy does not support one of the tasks.
     """
-    able = SCRIPTED_TASKS.get(settings.suite, ())
+    tasks = suite_tasks(settings.suite)
+    able = [task.index for task in tasks if is_scripted(task)]
     chosen = settings.tasks or able
     if unable := sorted(set(chosen) - set(able)):
         raise ConfigurationError(
             f"the scripted policy does not support task {unable[0]} of {settings.suite}",
             code="task_not_scripted",
             where="demonstrations.tasks",
-            remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(SCRIPTED_TASKS)}",
+            remedy=f"choose among {able}" if able else f"choose a suite among {', '.join(SCRIPTED_SUITES)}",
         )
     if not chosen:
         raise ConfigurationError(
             f"the scripted policy does not support any task of {settings.suite}",
             code="task_not_scripted",
             where="demonstrations.suite",
-            remedy=f"choose among {', '.join(SCRIPTED_TASKS)}",
+            remedy=f"choose among {', '.join(SCRIPTED_SUITES)}",
         )
-    tasks = suite_tasks(settings.suite)
     return [_job(tasks[index], number, settings) for index in chosen for number in range(settings.episodes_per_task)]
 
 

@@ -23,6 +23,7 @@ from armature.components.robots.libero.demonstrations.episodes import (
     demonstrations_report,
     jobs_of,
 )
+from armature.components.robots.libero.pro import base_suite
 from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
 from armature.components.robots.libero.settings import DemonstrationsStageSettings, SimulatorSettings
@@ -80,7 +81,8 @@ def _play(
     plan = settings.demonstrations
 
     def work(process: SimulatorProcess, job: DemonstrationJob) -> DemonstrationOutcome:
-        shown = process.demonstrate(job.task, job.initial_state, job.seed, plan.noise, MAX_STEPS[job.task.suite])
+        limit = MAX_STEPS[base_suite(job.task.suite)]
+        shown = process.demonstrate(job.task, job.initial_state, job.seed, plan.noise, limit)
         return journal.write(job, shown)
 
     left = [job for job in jobs if not journal.has(job)]

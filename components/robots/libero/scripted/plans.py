@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armature.components.contracts.errors import ConfigurationError
+from armature.components.robots.libero.pro import base_suite, plain_name
+from armature.components.robots.libero.tasks import LiberoTask
 
 if TYPE_CHECKING:
     from armature.components.robots.libero.simulator import LiberoSimulator
@@ -112,14 +114,33 @@ def _local_points(model: Any, geometry: int) -> Vector:
 
 Observed = dict[str, Any]
 
-SCRIPTED_TASKS = {
-    "libero_spatial": tuple(range(10)),
-    "libero_object": tuple(range(10)),
-    "libero_goal": (1, 2, 4, 6, 8),
-}
-"""Numbers of the tasks that the scripted policy supports, by suite: they pick up one object and put it somewhere."""
+SCRIPTED_SUITES = ("libero_spatial", "libero_object", "libero_goal")
+"""Suites that the scripted policy knows, with their variants in LIBERO-PRO."""
 
-_BOWL, _PLATE, _RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT = "akita_black_bowl", "plate_1", math.radians(135), 0.048, 0.034
+_BASKET, _BOWL, _BOTTLE, _CHEESE = "basket_contain_region", "akita_black_bowl", "wine_bottle", "cream_cheese"
+_CABINET, _RACK = "wooden_cabinet_top_side", "wine_rack_top_region"
+_HEIGHTS = {
+    (_BOWL, "plate"): 0.006,
+    (_BOWL, "flat_stove_cook_region"): 0.024,
+    (_BOWL, _CABINET): 0.004,
+    (_BOTTLE, _CABINET): 0.006,
+    (_BOTTLE, "plate"): 0.010,
+    (_BOTTLE, _BOWL): 0.014,
+    (_CHEESE, _BOWL): 0.045,
+    (_CHEESE, _RACK): 0.030,
+    (_CHEESE, "main_table_stove_front_region"): 0.030,
+}
+"""Height in meters of an object's origin above its place, by object and place. Everything can be put into a basket."""
+_RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT = math.radians(135), 0.048, 0.034
+
+
+def is_scripted(task: LiberoTask) -> bool:
+    """Return True if the scripted policy supports the task: it picks up one object and puts it somewhere."""
+    if base_suite(task.suite) not in SCRIPTED_SUITES or len(task.goal) > 1:
+        return False
+    _, *names = task.goal[0]
+    kinds = tuple(plain_name(name) for name in names)
+    return kinds[-1] == _BASKET or kinds in _HEIGHTS
 
 
 @dataclass(frozen=True)
@@ -150,44 +171,38 @@ def plan_for(simulator: LiberoSimulator) -> PickPlacePlan:
     Raises:
         ConfigurationError: the task is not a simple pick and place.
     """
-    task, goal = simulator.task, simulator.goal[0]
-    if task.index not in SCRIPTED_TASKS.get(task.suite, ()):
-        supported = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in SCRIPTED_TASKS.items())
+    task = simulator.task
+    if not is_scripted(task):
         raise ConfigurationError(
             f"the scripted policy does not support the task {task.language!r}",
             code="task_not_scripted",
             where=f"{task.suite}, task {task.index}",
-            remedy=f"choose among {supported}",
+            remedy=f"choose a task that puts one object somewhere, in a suite of {', '.join(SCRIPTED_SUITES)}",
         )
-    _, item, place = goal
-    if task.suite == "libero_object":
-        return _into_basket(simulator, item)
-    if item.startswith(_BOWL):
-        return _bowl(simulator, item, place)
-    if item.startswith("wine_bottle"):
-        target = _constant(simulator.site(place) + upwards(0.006))
-        return PickPlacePlan(
-            item, _body(simulator, item, 0.050), target, hover=0.10, cruise=1.2, carry=1.42, reach=0.20
-        )
-    return PickPlacePlan(item, _body(simulator, item, 0.010), lambda seen: seen[f"{_BOWL}_1_pos"] + upwards(0.045))
+    _, item, place = simulator.goal[0]
+    kinds = plain_name(item), plain_name(place)
+    if kinds[1] == _BASKET:
+        return _into_basket(simulator, item, place)
+    target = _above(simulator, place, _HEIGHTS[kinds])
+    high = 1.42 if kinds[0] == _BOTTLE else 1.26
+    carry = high if kinds[1] in (_CABINET, _RACK) else 0.0
+    if kinds[0] == _BOWL:
+        scale = 1.5 if item.startswith("bigger") else 1.0
+        rim = rim_grasp(_RIM_ANGLE, scale * _RIM_RADIUS, scale * _RIM_HEIGHT)
+        return PickPlacePlan(item, lambda _: rim, target, carry=carry)
+    if kinds[0] == _BOTTLE:
+        grasp = _body(simulator, item, 0.050)
+        return PickPlacePlan(item, grasp, target, hover=0.10, cruise=1.2, carry=carry, reach=0.20)
+    return PickPlacePlan(item, _body(simulator, item, 0.010), target, carry=carry)
 
 
-def _bowl(simulator: LiberoSimulator, item: str, place: str) -> PickPlacePlan:
-    rim = rim_grasp(_RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT)
-    if place == _PLATE:
-        return PickPlacePlan(item, lambda _: rim, lambda seen: seen[f"{_PLATE}_pos"] + upwards(0.006))
-    if "cook_region" in place:
-        return PickPlacePlan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.024)))
-    return PickPlacePlan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.004)), carry=1.26)
-
-
-def _into_basket(simulator: LiberoSimulator, item: str) -> PickPlacePlan:
+def _into_basket(simulator: LiberoSimulator, item: str, place: str) -> PickPlacePlan:
     points = collision_points(*simulator.body(item))
     height = float(np.ptp(points[:, 2]))
     above_base = float(simulator.observed[f"{item}_pos"][2] - points[:, 2].min())
 
     def target(_: Observed) -> Vector:
-        inside = simulator.site("basket_1_contain_region")
+        inside = simulator.site(place)
         return np.array([inside[0], inside[1], above_base + 0.03])
 
     grasp = _body(simulator, item, min(0.035, height - 0.008))
@@ -198,5 +213,8 @@ def _body(simulator: LiberoSimulator, item: str, depth: float) -> Callable[[Obse
     return lambda seen: (body_grasp(collision_points(*simulator.body(item)), seen[f"{item}_pos"], depth), 0.0)
 
 
-def _constant(place: Vector) -> Callable[[Observed], Vector]:
-    return lambda _: place
+def _above(simulator: LiberoSimulator, place: str, height: float) -> Callable[[Observed], Vector]:
+    if f"{place}_pos" in simulator.observed:
+        return lambda seen: seen[f"{place}_pos"] + upwards(height)
+    site = simulator.site(place) + upwards(height)
+    return lambda _: site
