@@ -56,6 +56,12 @@ BENCHMARKS = {
         "What does a store of a million images cost against one of a thousand, and how fast do small files reach S3 "
         "(moto's server behind a stand-in for a network), against one after another?",
     ),
+    "scale": Benchmark(
+        "scale",
+        "From a thousand to a million rollouts",
+        "What do requests to `armature view` and actions of the store cost with a million rollouts and images against "
+        "a thousand? A thousand rollouts are a step; each step adds a training and an evaluation to the list of runs.",
+    ),
     "alfworld": Benchmark(
         "alfworld",
         "ALFWorld",

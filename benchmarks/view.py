@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,9 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch)
         for step in range(1, STEPS + 1):
-            _write(store / "rollouts" / f"{RUN}-{step:05d}", step)
+            folder = store / "rollouts" / f"{RUN}-{step:05d}"
+            folder.mkdir(parents=True)
+            write_step(folder, step, GROUPS)
         index = RolloutIndex(store)
         reading = seconds(index.refresh)
         tables = ds.dataset(sorted(str(path) for path in store.glob("rollouts/*/rollouts.parquet")))
@@ -50,11 +53,12 @@ def _row(what: str, index: RolloutIndex, tables: ds.Dataset, query: Query, note:
     return Row(what, both.ours, both.baseline, "pyarrow dataset, counting alone", "s", "lower", note, both.spread)
 
 
-def _write(folder: Path, step: int) -> None:
-    folder.mkdir(parents=True)
+def write_step(folder: Path, step: int, groups_of_step: int, images: Sequence[dict[str, Any]] = ()) -> pa.Table:
+    """Write a step of `groups_of_step` groups of SIZE rollouts into `folder` and return the table. Each rollout shows
+    one of the `images`, if there are any."""
     random = np.random.default_rng(step)
-    n = GROUPS * SIZE
-    groups = np.repeat(np.arange(GROUPS), SIZE)
+    n = groups_of_step * SIZE
+    groups = np.repeat(np.arange(groups_of_step), SIZE)
     columns = {
         "group_id": [f"{step:05d}-{group:04d}" for group in groups],
         "trajectory_id": [f"{step:05d}-{group:04d}-{i % SIZE:02d}" for i, group in enumerate(groups)],
@@ -70,7 +74,7 @@ def _write(folder: Path, step: int) -> None:
         "finish_reason": ["stop"] * n,
         "experts": [None] * n,
         "tool_calls": [[]] * n,
-        "images": [[]] * n,
+        "images": [[images[(step * n + i) % len(images)]] if images else [] for i in range(n)],
         "messages": ["[]"] * n,
         "completion": [" ".join(words) for words in random.choice(WORDS, (n, TOKENS))],
         "reward": random.integers(0, 2, n).astype(float),
@@ -82,5 +86,7 @@ def _write(folder: Path, step: int) -> None:
         "environment_seconds": [0.1] * n,
     }
     arrays = [pa.array(columns[field.name], field.type) for field in ROLLOUTS.schema]
-    write_table(folder / "rollouts.parquet", pa.table(arrays, ROLLOUTS.schema), ROLLOUTS)
+    table = pa.table(arrays, ROLLOUTS.schema)
+    write_table(folder / "rollouts.parquet", table, ROLLOUTS)
     write_table(folder / "failures.parquet", [], FAILURES)
+    return table

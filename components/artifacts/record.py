@@ -62,6 +62,10 @@ class Record(BaseModel):
         """Return the MD5 of each file, by its path relative to the artifact's folder."""
         return {name: md5 for name, (md5, _) in self.files.items()}
 
+    def trusted_at(self, time_ns: int) -> bool:
+        """Return True if a record of this time is trusted for all files, because all had settled."""
+        return all(state.ctime_ns < time_ns - SETTLED_NS for _, state in self.files.values())
+
 
 def record_path(home: Path) -> Path:
     """Path of the record that belongs to the artifact folder `home`: `<home>.digest`."""

@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -322,12 +322,16 @@ class ArtifactStore:
 
     def _open(self, home: Path) -> Artifact:
         """Check an artifact against its manifest, update its record, and note it for sending if the remote lacks it."""
-        stage, previous = home.parent.name, read_record(home)
+        stage, previous, began = home.parent.name, read_record(home), time.time_ns()
         record = verify_artifact(home, stage, previous)
         if previous is not None:
             record = record.model_copy(update={"pushed": previous.pushed})
         if record != previous:
             write_record(home, record)
+        elif record.trusted_at(began):
+            with suppress(OSError):  # a store that cannot be written: its files are read again each time
+                if not record.trusted_at(record_path(home).stat().st_mtime_ns):
+                    os.utime(record_path(home), ns=(began, began))
         if self.remote is not None and self.remote.url not in record.pushed:
             self._copy_id(self.remote, home)
         return Artifact(kind=stage, path=home, digest=record.digest)

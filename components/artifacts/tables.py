@@ -20,6 +20,10 @@ from armature.components.contracts.files import regular
 NAME_KEY, VERSION_KEY = b"armature.schema", b"armature.schema_version"
 """Keys in the Parquet metadata under which a table's name and version are stored."""
 
+GROUP_ROWS = 4096
+"""Number of rows of a Parquet row group. To find few rows of a large table, only the groups that may have them are
+decoded."""
+
 IMAGE_REF = pa.struct(
     [("sha256", pa.string()), ("media_type", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
 )
@@ -77,7 +81,13 @@ def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: T
     try:
         if not isinstance(table, pa.Table):
             table = pa.Table.from_pylist(table, schema=schema.stored)
-        pq.write_table(table.cast(schema.stored), path.absolute(), compression="zstd", store_schema=True)
+        pq.write_table(
+            table.cast(schema.stored),
+            path.absolute(),
+            row_group_size=GROUP_ROWS,
+            compression="zstd",
+            store_schema=True,
+        )
     except (pa.ArrowInvalid, pa.ArrowTypeError, ValueError) as error:
         raise DataError(
             f"rows do not fit schema {schema.name!r}: {error}", code="row_schema_mismatch", where=str(path)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import regular
+from armature.components.contracts.rollouts import Failure
 from armature.components.evaluation.wilson import wilson_interval
 from armature.components.robots.evaluation.results import LiberoResult, read_results, video_path
 from armature.components.rollouts.table import FAILURES_FILE, read_failures
@@ -56,8 +57,7 @@ def episode_counts(run: Run) -> dict[str, Any]:
     """
     steps = run.robot_steps()
     played = sum(len(_of_step(folder)) for folder in steps.values())
-    tables = [folder / FAILURES_FILE for folder in steps.values()]
-    failed = sum(pq.read_metadata(table).num_rows for table in tables if table.is_file())
+    failed = sum(len(_failures_of_step(folder)) for folder in steps.values())
     return {"rollouts": played, "failures": failed, "last_step": max(steps, default=None), "heldout_steps": []}
 
 
@@ -93,8 +93,7 @@ def find_failures(run: Run, query: Query) -> dict[str, Any]:
     matches = [
         row
         for step, folder in sorted(run.robot_steps().items(), reverse=True)
-        if (folder / FAILURES_FILE).is_file()
-        for failure in read_failures(folder)
+        for failure in _failures_of_step(folder)
         if _matches(query, row := {"source": "train", "step": step, **asdict(failure)})
     ]
     reasons = sorted(Counter(row["reason"] for row in matches).items(), key=lambda each: (-each[1], each[0]))
@@ -160,7 +159,7 @@ def find_videos(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     if run.stage == ROBOT_EVALUATION:
         return [_pair(None, (run, result)) for result in _filmed(run)]
-    kinds, pairs = evaluations_of(run, runs), []
+    kinds, pairs = evaluations_of(runs).get(run.fingerprint, {}), []
     sides: dict[str, list[Run]] = {"before training": [], "after training": []}
     for each in runs:
         if each.fingerprint in kinds:
@@ -216,6 +215,16 @@ def _side(run: Run, result: LiberoResult) -> dict[str, Any]:
 def _of_step(folder: Path) -> list[dict[str, Any]]:
     file = folder / ROLLOUTS_FILE
     return _episodes(file, file.stat().st_mtime_ns)
+
+
+def _failures_of_step(folder: Path) -> tuple[Failure, ...]:
+    file = folder / FAILURES_FILE
+    return _failures(folder, file.stat().st_mtime_ns) if file.is_file() else ()
+
+
+@lru_cache(maxsize=4096)
+def _failures(folder: Path, changed: int) -> tuple[Failure, ...]:
+    return read_failures(folder)
 
 
 @lru_cache(maxsize=4096)

@@ -166,6 +166,7 @@ class ViewServer:
         counts = self.index.counts()
         no_counts: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "heldout_steps": []}
         all_runs, problems = find_runs(self.store), self.index.problems | self._fault
+        evaluations = evaluations_of(all_runs)
         runs = [
             {
                 "id": run.fingerprint,
@@ -176,7 +177,7 @@ class ViewServer:
                 "finished": run.finished,
                 "began": run.began,
                 "recorded": run.recorded,
-                "evaluations": evaluations_of(run, all_runs),
+                "evaluations": evaluations.get(run.fingerprint, {}),
                 "accuracy": run.accuracy(),
                 "robot": run.robot,
                 **counts.get(run.fingerprint, no_counts),
@@ -235,7 +236,7 @@ class ViewServer:
     def changes(self, request: Request) -> Any:
         """Return the answers to a task at each step of a run, in its training, its held-out set and its evaluations."""
         run = self._run(request)
-        runs = [run.fingerprint, *evaluations_of(run, find_runs(self.store))]
+        runs = [run.fingerprint, *evaluations_of(find_runs(self.store)).get(run.fingerprint, ())]
         return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}
 
     def compare(self, request: Request) -> Any:
@@ -264,7 +265,7 @@ class ViewServer:
         return self._find(request.path_params["run"])
 
     def _find(self, fingerprint: str) -> Run:
-        for run in find_runs(self.store):
+        for run in find_runs(self.store, fingerprint):
             if run.fingerprint == fingerprint:
                 return run
         raise DataError(f"there is no run {fingerprint!r}", where=str(self.store))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import glob
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -165,56 +166,76 @@ class Run:
         return self.inputs.get("tasks")
 
 
-def find_runs(store: Path) -> list[Run]:
-    """Return all trainings and evaluations in `store`, newest first. Runs that cannot be read are left out."""
+def find_runs(store: Path, fingerprint: str = "*") -> list[Run]:
+    """Return all trainings and evaluations in `store`, newest first. Runs that cannot be read are left out.
+
+    With a `fingerprint` of letters and digits, only the runs of that name are looked up, without listing the store.
+    """
     runs: dict[tuple[str, str], Run] = {}
+    wanted = fingerprint if fingerprint.isalnum() and len(fingerprint) <= 64 else "*"
     for stage in STAGES:
-        for file in (store / "workspaces").glob(f"{stage}-*/{STARTED}"):
+        for file in (store / "workspaces").glob(f"{stage}-{wanted}/{STARTED}"):
             fingerprint = file.parent.name.removeprefix(f"{stage}-")
             if "-" not in fingerprint:  # "evaluate-*" also matches the workspaces of "evaluate-libero"
                 _add(runs, store, stage, fingerprint, file)
-        for file in (store / stage).glob(f"*/{MANIFEST}"):
+        for file in (store / stage).glob(f"{wanted}/{MANIFEST}"):
             if (stage, file.parent.name) not in runs:
                 _add(runs, store, stage, file.parent.name, file)
     return sorted(runs.values(), key=lambda run: -run.began)
 
 
-def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the evaluations in `runs` that belong to the training `run`, by fingerprint. The values are "before
-    training" or "after training".
+_EVALUATED = {TRAINING: (EVALUATION, "model"), ROBOT_TRAINING: (ROBOT_EVALUATION, "policy")}
+"""For each stage that trains: the stage that evaluates its weights, and the name of that stage's input with them."""
 
-    An evaluation belongs to the training if it evaluated the trained weights. It also belongs to it if it evaluated,
-    on the same tasks, the weights that the training began with.
+
+def evaluations_of(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Return the evaluations of each training in `runs`, by fingerprints. The values are "before training" or "after
+    training".
+
+    An evaluation belongs to a training if it evaluated the trained weights. It also belongs to it if it evaluated, on
+    the same tasks, the weights that the training began with.
     """
-    stages = {TRAINING: (EVALUATION, "model"), ROBOT_TRAINING: (ROBOT_EVALUATION, "policy")}
-    if run.stage not in stages:
-        return {}
-    stage, weights = stages[run.stage]
-    start, tasks = run.inputs.get(weights), run.inputs.get("tasks")
-    evaluations = {}
+    after: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    before: dict[tuple[str, Path, Path | None], list[Run]] = defaultdict(list)
     for each in runs:
-        model = each.inputs.get(weights) if each.stage == stage else None
-        if model is not None and model.name == run.fingerprint:
-            evaluations[each.fingerprint] = "after training"
-        elif model is not None and model == start and each.inputs.get("tasks") == tasks:
-            evaluations[each.fingerprint] = "before training"
+        for stage, weights in _EVALUATED.values():
+            if each.stage == stage and (model := each.inputs.get(weights)) is not None:
+                after[stage, model.name].append(each)
+                before[stage, model, each.inputs.get("tasks")].append(each)
+    evaluations = {}
+    for run in runs:
+        if run.stage in _EVALUATED:
+            stage, weights = _EVALUATED[run.stage]
+            start = run.inputs.get(weights)
+            begun = before.get((stage, start, run.inputs.get("tasks")), []) if start else []
+            ended = after.get((stage, run.fingerprint), [])
+            evaluations[run.fingerprint] = {each.fingerprint: "before training" for each in begun} | {
+                each.fingerprint: "after training" for each in ended
+            }
     return evaluations
 
 
 def _add(runs: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
+    with suppress(OSError):
+        state = file.stat()
+        if run := _read_run(store, stage, fingerprint, file, state.st_ino, state.st_mtime):
+            runs[stage, fingerprint] = replace(run, finished=(store / stage / fingerprint / MANIFEST).is_file())
+
+
+@lru_cache(maxsize=4096)
+def _read_run(store: Path, stage: str, fingerprint: str, file: Path, inode: int, began: float) -> Run | None:
+    """Read a run's document, or return None if it cannot be read or shown. `inode` and `began` are part of the cache
+    key, so that a new file is read again."""
     try:
         document = json.loads(regular(file).read_bytes())
         settings, inputs = document["settings"], document["inputs"] if file.name == STARTED else {}
-        finished = (store / stage / fingerprint / MANIFEST).is_file()
         folders = {name: Path(folder) for name, folder in inputs.items()}
         started = [str(document.get(key, "")) for key in ("recipe", "project")] if file.name == STARTED else ()
-        run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished, *started)
+        run = Run(store, stage, fingerprint, settings, folders, began, False, *started)
         dump_json([settings, run.title])  # raises RecursionError if the settings nest too deeply to be shown
-        if run.steps is not None and not 0 <= run.steps <= MOST_STEPS:
-            return
+        return run if run.steps is None or 0 <= run.steps <= MOST_STEPS else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # the file is being replaced, was written by another version, or cannot be shown
-    runs[stage, fingerprint] = run
+        return None  # the file is being replaced, was written by another version, or cannot be shown
 
 
 # --- One group of rollouts in full ---

@@ -12,8 +12,11 @@ import secrets
 import shutil
 import tempfile
 import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -130,8 +133,7 @@ class RolloutTables:
         tables = self._tables()
         gone = [path for path, state in self._indexed.items() if tables.get(path) != state]
         new = sorted(path for path, state in tables.items() if self._indexed.get(path) != state)
-        for path in gone:
-            self._forget(path)
+        self._forget(gone)
         for start in range(0, len(new), FILES_AT_ONCE):
             if stopped():
                 break
@@ -154,11 +156,12 @@ class RolloutTables:
         self._unlisted = problems
         return tables
 
-    def _forget(self, path: str) -> None:
-        for table in ("rollouts", "failures", "ratios"):
-            self._database.execute(f"DELETE FROM {table} WHERE folder = ?", [path])
-        self._indexed.pop(path, None)
-        self._unread.pop(path, None)
+    def _forget(self, paths: list[str]) -> None:
+        for table in ("rollouts", "failures", "ratios") if paths else ():  # each is read once for all paths
+            self._database.execute(f"DELETE FROM {table} WHERE folder IN (SELECT unnest(?))", [paths])
+        for path in paths:
+            self._indexed.pop(path, None)
+            self._unread.pop(path, None)
 
     def _read(self, paths: list[str]) -> None:
         """Read the tables of all `paths` together. If that fails, read them one by one, and record which of them cannot
@@ -266,6 +269,7 @@ _ORDERS = {
     "surprise+": "logprob, step, trajectory_id",
     "ratio-": "ratio DESC NULLS LAST, step, trajectory_id",
 }
+_OF_STEPS = {"source", "first_step", "last_step", "sort", "offset", "limit"}
 LAST_STEP = 2**31 - 1
 """Largest number that the column `step` (a 32-bit integer) can hold."""
 Number = Annotated[int, Field(ge=0, le=LAST_STEP)]
@@ -307,11 +311,12 @@ class RolloutIndex(RolloutTables):
 
     def __init__(self, store: Path) -> None:
         super().__init__(store)
-        self._counts: tuple[int, dict[str, dict[str, Any]]] = (-1, {})
+        self._steps: tuple[int, dict[str, list[dict[str, Any]]]] = (-1, {})
 
     def search(self, run: str, query: Query) -> dict[str, Any]:
         """Search the rollouts of a run. Return the number of matching rollouts (`total`), their mean reward (`mean`),
         and the part of them that `query.offset` and `query.limit` select (`rows`)."""
+        known, query = self._page(run, query)
         where, values = _conditions(run, query)
         ratio, joined = "NULL", ""
         if query.sort == "ratio-":
@@ -332,7 +337,25 @@ class RolloutIndex(RolloutTables):
             [*values, query.limit, query.offset],
         )
         totals = [{name: row.pop(name) for name in ("total", "mean")} for row in rows]
-        return {**totals[0], "rows": [row for row in rows if row["trajectory_id"] is not None]}
+        return {**totals[0], **known, "rows": [row for row in rows if row["trajectory_id"] is not None]}
+
+    def _page(self, run: str, query: Query) -> tuple[dict[str, Any], Query]:
+        """If a query has the order of steps and filters by steps and source alone, return the `total` and `mean` of its
+        search, and a query that reads only the steps of the same page."""
+        if query.sort not in ("order", "newest") or not query.model_dump(exclude_defaults=True).keys() <= _OF_STEPS:
+            return {}, query
+        low, high = query.first_step or 0, LAST_STEP if query.last_step is None else query.last_step
+        counts, reward = Counter[int](), 0.0
+        for each in self._by_step().get(run, ()):
+            if low <= each["step"] <= high and query.source in ("", each["source"]):
+                counts[each["step"]] += each["rollouts"]
+                reward += each["reward"] or 0.0
+        steps = sorted(counts, reverse=query.sort == "newest")
+        ends = list(accumulate((counts[step] for step in steps), initial=0))
+        first, last = bisect_right(ends, query.offset) - 1, bisect_left(ends, query.offset + query.limit)
+        shown = {"first_step": min(steps[first:last], default=1), "last_step": max(steps[first:last], default=0)}
+        known = {"total": ends[-1], "mean": reward / ends[-1] if ends[-1] else None}
+        return known, query.model_copy(update={**shown, "offset": query.offset - ends[first]})
 
     def failures(self, run: str, query: Query) -> dict[str, Any]:
         """Search the failed rollouts of a run. Return the number of matching ones (`total`), their numbers by reason
@@ -435,21 +458,28 @@ class RolloutIndex(RolloutTables):
     def counts(self) -> Mapping[str, dict[str, Any]]:
         """Return, by run, the number of rollouts, the number of failures, the newest step, and the steps at which the
         held-out set was played."""
+        counts = {}
+        for run, rows in self._by_step().items():
+            heldout = {row["step"] for row in rows if row["source"] == "heldout"}
+            last = max((row["step"] for row in rows if row["source"] != "heldout"), default=None)
+            counts[run] = {name: sum(row[name] for row in rows) for name in ("rollouts", "failures")}
+            counts[run] |= {"last_step": last, "heldout_steps": sorted(heldout)}
+        return counts
+
+    def _by_step(self) -> dict[str, list[dict[str, Any]]]:
+        """Return, by run, the number of rollouts, the sum of their rewards and the number of failures of each source
+        and step. The tables are read once per revision."""
         revision = self.revision
-        if self._counts[0] != revision:
-            rows = self._rows(
-                """SELECT run, sum(rollouts)::BIGINT AS rollouts, sum(failures)::BIGINT AS failures,
-                max(step) FILTER (source != 'heldout') AS last_step,
-                list(DISTINCT step ORDER BY step) FILTER (source = 'heldout') AS heldout_steps
-                FROM (SELECT run, source, step, count(*) AS rollouts, 0 AS failures FROM rollouts GROUP BY ALL
-                UNION ALL SELECT run, source, step, 0, count(*) FROM failures GROUP BY ALL) GROUP BY run""",
+        if self._steps[0] != revision:
+            steps = defaultdict(list)
+            for row in self._rows(
+                """SELECT run, source, step, count(*) AS rollouts, sum(reward) AS reward, 0 AS failures FROM rollouts
+                GROUP BY ALL UNION ALL SELECT run, source, step, 0, 0, count(*) FROM failures GROUP BY ALL""",
                 [],
-            )
-            self._counts = (
-                revision,
-                {row.pop("run"): row | {"heldout_steps": row["heldout_steps"] or []} for row in rows},
-            )
-        return self._counts[1]
+            ):
+                steps[row.pop("run")].append(row)
+            self._steps = revision, dict(steps)
+        return self._steps[1]
 
 
 def _conditions(

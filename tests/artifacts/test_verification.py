@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from armature.components.artifacts.disk import link_folder
+from armature.components.artifacts.record import SETTLED_NS
 from armature.components.artifacts.store import ArtifactStore
 from armature.components.contracts.digests import folder_digest
 from armature.components.contracts.errors import DataError
@@ -104,6 +106,23 @@ def test_edit_right_after_writing_is_noticed(store):
     made = store.write("stage", "f1", fill_with(FILES))
     (made.path / "x").write_bytes(b"4321")
     with refused("artifact_changed"):
+        store.find("stage", "f1")
+
+
+def test_files_are_trusted_once_they_were_read_after_they_had_settled(store, monkeypatch):
+    """A record that is written with the files does not trust them. It must not stay so for ever."""
+    home = store.write("stage", "f1", fill_with(FILES)).path
+    newest = max(path.stat().st_ctime_ns for path in home.rglob("*") if path.is_file())
+    sidecar = home.with_name("f1.digest")
+    store.find("stage", "f1")
+    assert sidecar.stat().st_mtime_ns < newest + SETTLED_NS
+    monkeypatch.setattr("armature.components.artifacts.record.SETTLED_NS", 10**7)
+    time.sleep(0.1)
+    os.utime(sidecar, ns=(newest, newest))
+    store.find("stage", "f1")
+    assert sidecar.stat().st_mtime_ns > newest + 10**7
+    same_size(home)
+    with refused("artifact_changed", home):
         store.find("stage", "f1")
 
 

@@ -40,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "large_dataset": {"SIZE": 2000, "VIDEO_FILES": 4, "WORKERS": 1},
     "processor": {"EXAMPLES": 2, "ROUNDS": 1},
     "quantiles": {"FRAMES": 1000, "EPISODES": 10, "WIDTH": 2, "BINS": 50, "PYTHON": Path("absent")},
+    "scale": {"SIZES": (8, 16), "STEP_ROWS": 8, "ROUNDS": 1},
     "store": {"LARGE": 300, "SMALL": 200, "ROUNDS": 1, "_files": list},  # which goes to tests/interop/cluster
     "view": {"STEPS": 4, "GROUPS": 2, "SIZE": 2, "ROUNDS": 1, "TOKENS": 4},
 }

@@ -44,6 +44,23 @@ def test_filters_and_orders(training: Training, index: RolloutIndex) -> None:
     assert index.search("another", Query())["total"] == 0
 
 
+@pytest.mark.parametrize("sort", ["order", "newest"])
+@pytest.mark.parametrize("bounds", [{}, {"source": "train"}, {"source": "heldout"}, {"first_step": 1, "last_step": 2}])
+def test_pages_without_filters_equal_pages_of_a_filter_that_all_pass(
+    training: Training, index: RolloutIndex, sort: str, bounds: dict[str, object]
+) -> None:
+    """Pages in the order of steps are found by the counts of steps, other ones among all rollouts."""
+    for step, count in ((1, 3), (2, 1), (4, 5)):
+        training.step(step, [0.5] * count)
+    for step in (0, 2):
+        training.heldout(step, [1.0, 0.0])
+    index.refresh()
+    for limit in (1, 2, 3, 7, 500):
+        for offset in range(15):
+            query = Query.model_validate({"sort": sort, "limit": limit, "offset": offset, **bounds})
+            assert index.search(RUN, query) == index.search(RUN, query.model_copy(update={"low": -1.0}))
+
+
 def test_failures_and_tasks(training: Training, index: RolloutIndex) -> None:
     training.step(1, [0.0, 0.0], failures=[Failure("00001-0000-02", "00001-0000", "red", "timeout", "30 s")])
     training.step(2, [0.0, 1.0])

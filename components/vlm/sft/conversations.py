@@ -20,7 +20,6 @@ from armature.components.contracts.rollouts import Failure, GenerateOutputs, Tra
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.dataset.bad_rows import BadRow, BadRows
 from armature.components.environments.dataset.files import DataFiles
-from armature.components.environments.dataset.python_rows import write_rows
 from armature.components.environments.dataset.select import check_filter, split_of
 from armature.components.environments.dataset.settings import ColumnSplit
 from armature.components.environments.dataset.shards import Row
@@ -64,6 +63,9 @@ def opened(settings: ConversationSettings) -> Iterator[tuple[RowTable, Conversat
     """
     with tempfile.TemporaryDirectory(prefix="rows-") as folder, _named_data():
         if settings.function is not None:
+            # It imports pandas, for which every reader of recipes, such as `armature list`, would wait.
+            from armature.components.environments.dataset.python_rows import write_rows
+
             write_rows(load_object(settings.function, "source of conversations")(), Path(folder), "train")
             settings = settings.model_copy(update={"source": f"{folder}/train.jsonl", "format": "jsonl"})
         yield open_table(settings), settings
