@@ -316,7 +316,7 @@ class RolloutIndex(RolloutTables):
     def search(self, run: str, query: Query) -> dict[str, Any]:
         """Search the rollouts of a run. Return the number of matching rollouts (`total`), their mean reward (`mean`),
         and the part of them that `query.offset` and `query.limit` select (`rows`)."""
-        known, query = self._page(run, query)
+        totals, query = self._page(run, query)
         where, values = _conditions(run, query)
         ratio, joined = "NULL", ""
         if query.sort == "ratio-":
@@ -336,8 +336,8 @@ class RolloutIndex(RolloutTables):
             ORDER BY page.rank""",
             [*values, query.limit, query.offset],
         )
-        totals = [{name: row.pop(name) for name in ("total", "mean")} for row in rows]
-        return {**totals[0], **known, "rows": [row for row in rows if row["trajectory_id"] is not None]}
+        matching = [{name: row.pop(name) for name in ("total", "mean")} for row in rows]
+        return {**matching[0], **totals, "rows": [row for row in rows if row["trajectory_id"] is not None]}
 
     def _page(self, run: str, query: Query) -> tuple[dict[str, Any], Query]:
         """If a query has the order of steps and filters by steps and source alone, return the `total` and `mean` of its
@@ -354,8 +354,8 @@ class RolloutIndex(RolloutTables):
         ends = list(accumulate((counts[step] for step in steps), initial=0))
         first, last = bisect_right(ends, query.offset) - 1, bisect_left(ends, query.offset + query.limit)
         shown = {"first_step": min(steps[first:last], default=1), "last_step": max(steps[first:last], default=0)}
-        known = {"total": ends[-1], "mean": reward / ends[-1] if ends[-1] else None}
-        return known, query.model_copy(update={**shown, "offset": query.offset - ends[first]})
+        totals = {"total": ends[-1], "mean": reward / ends[-1] if ends[-1] else None}
+        return totals, query.model_copy(update={**shown, "offset": query.offset - ends[first]})
 
     def failures(self, run: str, query: Query) -> dict[str, Any]:
         """Search the failed rollouts of a run. Return the number of matching ones (`total`), their numbers by reason
