@@ -57,7 +57,7 @@ class MetaWorld(StepBenchmark):
         env.set_task(tasks.train_tasks[0])
         env.model.cam_pos[2] = [0.75, 0.075, 0.7]
         env.reset()
-        env._freeze_rand_vec, env.seeded_rand_vec = False, True  # the goal is drawn anew, from the seed of a reset
+        env._freeze_rand_vec, env.seeded_rand_vec = False, True  # each reset draws the goal, from its seed
         return env
 
     def step(self, action: dict[str, Any]) -> StepResult:

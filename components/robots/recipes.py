@@ -44,6 +44,9 @@ from armature.components.robots.served.settings import (
 )
 from armature.components.training.processes import TrainerProcesses
 
+if TYPE_CHECKING:
+    from armature.components.robots.evaluation.robot import SimulatedRobot
+
 PLANNING = "armature.components.robots.planning"
 
 SimulatorSection = Annotated[SimulatorSettings, Field(description="Simulation and rendering of LIBERO.")]
@@ -316,6 +319,10 @@ class Players(Sections):
         """Return the settings of each policy, by the place in the recipe."""
         raise NotImplementedError
 
+    def robot(self) -> SimulatedRobot:
+        """Return the robot that the policies move."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
         for place, policy in self.policies().items():
@@ -329,6 +336,26 @@ class Players(Sections):
         for policy in self.policies().values():
             policy_source(policy)
 
+    def refuse_ahead(self) -> None:
+        """Check that policies of other programs fit the robot, before anything is computed."""
+        from armature.components.robots.evaluation.robot import refuse_external
+
+        for place, policy in self.policies().items():
+            if policy.external is not None:
+                refuse_external(policy.external, self.robot(), self.evaluation, place)
+
+
+class OneOrTwoPlayers(Players):
+    """Base of recipes in which a policy plays, and possibly another one to compare it with."""
+
+    if TYPE_CHECKING:
+        policy: RobotPolicySettings
+        against: RobotPolicySettings | None
+
+    def policies(self) -> dict[str, RobotPolicySettings]:
+        """Return the policy, and the other one if there is one."""
+        return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
+
 
 class LiberoPlayers(Players):
     """Base of recipes in which policies play LIBERO's suites."""
@@ -339,18 +366,21 @@ class LiberoPlayers(Players):
         simulator: SimulatorSettings
         evaluation: LiberoEvaluationSettings
 
+    def robot(self) -> SimulatedRobot:
+        """Return LIBERO's robot."""
+        from armature.components.robots.evaluation.robot import libero_robot
+
+        return libero_robot(self.simulator)
+
     def refuse_ahead(self) -> None:
         """Check that the simulator can play the episodes and external policies fit it, before anything is computed."""
-        from armature.components.robots.evaluation.robot import refuse_external
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
-        for place, policy in self.policies().items():
-            if policy.external is not None:
-                refuse_external(policy.external, self.settings_for(EvaluateLiberoStageSettings), place)
+        super().refuse_ahead()
         refuse_episodes(self.evaluation, self.simulator)
 
 
-class EvaluateLibero(LiberoPlayers):
+class EvaluateLibero(LiberoPlayers, OneOrTwoPlayers):
     """Play every task of some suites in the simulator and report the success rates."""
 
     FLOW = "armature.flows.evaluate_libero.evaluate_libero"
@@ -365,10 +395,6 @@ class EvaluateLibero(LiberoPlayers):
     machine: MachineSection = Machine()
     against: RobotPolicySettings | None = None
     """Another policy that plays the same episodes; none: no comparison."""
-
-    def policies(self) -> dict[str, RobotPolicySettings]:
-        """Return the policy, and the other one if there is one."""
-        return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
 
 
 class SweepPolicies(LiberoPlayers):
@@ -390,7 +416,7 @@ class SweepPolicies(LiberoPlayers):
         return {f"sweep.policies.{name}": policy for name, policy in self.sweep.policies.items()}
 
 
-class EvaluateBenchmark(Players):
+class EvaluateBenchmark(OneOrTwoPlayers):
     """Play tasks of a benchmark of vla-eval and report the success rates."""
 
     FLOW = "armature.flows.evaluate_benchmark.evaluate_benchmark"
@@ -409,20 +435,19 @@ class EvaluateBenchmark(Players):
     against: RobotPolicySettings | None = None
     """Another policy that plays the same episodes; none: no comparison."""
 
-    def policies(self) -> dict[str, RobotPolicySettings]:
-        """Return the policy, and the other one if there is one."""
-        return {"policy": self.policy} | ({"against": self.against} if self.against is not None else {})
+    def robot(self) -> SimulatedRobot:
+        """Return the benchmark's robot."""
+        from armature.components.robots.served.runs import served_robot
+
+        return served_robot(self.benchmark)
 
     def refuse_ahead(self) -> None:
         """Check that the benchmark's environment exists and external policies fit it, before anything is computed."""
-        from armature.components.robots.evaluation.robot import refuse_unfit
-        from armature.components.robots.served.runs import benchmark_folder, benchmark_python, served_robot
+        from armature.components.robots.served.runs import benchmark_folder, benchmark_python
 
         benchmark_python(self.benchmark)
         benchmark_folder(self.benchmark)
-        for place, policy in self.policies().items():
-            if policy.external is not None:
-                refuse_unfit(policy.external, served_robot(self.benchmark), self.evaluation, place)
+        super().refuse_ahead()
 
 
 def _refuse_missing(dataset: DatasetSettings | None) -> None:

@@ -88,7 +88,7 @@ def folder(tmp_path, made, monkeypatch) -> Path:
     def planes(simulator: object, machine: object, batch: int):
         yield [Plane(), Plane()]
 
-    def homing(source: Path, plan: object) -> Homing:
+    def homing(source: Path, robot: object, plan: object) -> Homing:
         return Homing(0.1 if "strong" in str(source) else 1.1)
 
     monkeypatch.setattr("armature.components.robots.evaluation.bundle.open_simulators", planes)

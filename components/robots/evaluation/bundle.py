@@ -48,6 +48,7 @@ from armature.components.robots.evaluation.results import (
     read_perturbed,
     read_results,
 )
+from armature.components.robots.evaluation.robot import libero_robot
 from armature.components.robots.evaluation.run import (
     AttemptedEpisode,
     EpisodePlayer,
@@ -229,7 +230,7 @@ def replay_episodes(
     again = [each for each in planned if _start(each)[0] in claims]
     batch = min(settings.evaluation.batch, len(again), MAX_BATCH)
     plan = settings.evaluation.model_copy(update={"batch": batch, "failed_episodes": len(again)})
-    policy = open_own(source, settings.model_copy(update={"evaluation": plan})) if source is not None else None
+    policy = open_own(source, libero_robot(settings.simulator), plan) if source is not None else None
     outcomes: dict[EpisodeKey, EpisodeOutcome] = {}
 
     def on_outcome(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:

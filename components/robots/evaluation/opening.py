@@ -13,9 +13,9 @@ from armature.components.robots.evaluation.robot import (
     SimulatedRobot,
     refuse_cameras,
     refuse_disagreement,
-    refuse_unfit,
+    refuse_external,
 )
-from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, PolicyEvaluationSettings
+from armature.components.robots.evaluation.settings import PolicyEvaluationSettings
 from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.lerobot.process import LeRobotPolicy
 from armature.components.robots.policies.player import FlowPolicy
@@ -24,26 +24,15 @@ from armature.components.robots.policies.source import POLICY, read_settings
 from armature.components.robots.server.client import ServedPolicy
 
 
-def open_own(source: Path, settings: EvaluateLiberoStageSettings) -> FlowPolicy:
-    """Load the policy of an artifact into this process, to play in LIBERO.
-
-    Raises:
-        ConfigurationError: see `load_own`, or the simulator lacks one of the policy's cameras.
-        DataError: the checkpoint is incomplete.
-    """
-    policy = load_own(source, settings.evaluation)
-    refuse_cameras(policy.cameras, settings.simulator)
-    return policy
-
-
-def load_own(source: Path, plan: PolicyEvaluationSettings) -> FlowPolicy:
+def open_own(source: Path, robot: SimulatedRobot, plan: PolicyEvaluationSettings) -> FlowPolicy:
     """Load the policy of an artifact into this process.
 
     Raises:
-        ConfigurationError: the policy does not support the action mode.
+        ConfigurationError: the policy does not support the action mode, the simulator lacks one of its cameras, or its
+            actions have another number of dimensions.
         DataError: the checkpoint is incomplete.
     """
-    return family_at(source).open_policy(
+    policy = family_at(source).open_policy(
         source,
         mode=plan.inference_action_mode,
         rows=plan.rows_per_pass,
@@ -53,6 +42,10 @@ def load_own(source: Path, plan: PolicyEvaluationSettings) -> FlowPolicy:
         num_inference_steps=plan.num_inference_steps,
         image_attention=plan.image_attention_at_inference,
     )
+    refuse_cameras(policy.cameras, robot)
+    has = {"action_dimensions": robot.conventions.action_dimensions}
+    refuse_disagreement("the policy", {"action_dimensions": policy.action_dimensions}, "the simulator", has)
+    return policy
 
 
 @contextmanager
@@ -62,18 +55,11 @@ def open_policy(
     """Open the policy of an artifact within the block: one of ours, or of another program.
 
     Raises:
-        ConfigurationError, DataError, ServerError: see `load_own`, `refuse_unfit` and `connect_external`.
+        ConfigurationError, DataError, ServerError: see `open_own` and `connect_external`.
     """
     settings = read_settings(source)
     if settings is None or settings.external is None:
-        own = load_own(source, plan)
-        provided = tuple(robot.cameras.values())
-        has = {
-            "cameras": own.cameras if {*own.cameras} <= {*provided} else provided,
-            "action_dimensions": robot.conventions.action_dimensions,
-        }
-        refuse_disagreement("the policy", {name: getattr(own, name) for name in has}, "the simulator", has)
-        yield own
+        yield open_own(source, robot, plan)
         return
     with connect_external(settings.external, source, robot, plan, context.machine.threads) as external:
         if not external.seeded:
@@ -95,11 +81,11 @@ def connect_external(
         threads: CPU threads of a process that computes the policy; 0: as many as there are cores.
 
     Raises:
-        ConfigurationError: see `refuse_unfit`, `ServedPolicy` and `LeRobotPolicy`.
+        ConfigurationError: see `refuse_external`, `ServedPolicy` and `LeRobotPolicy`.
         DataError: the checkpoint of LeRobot is invalid, or has changed since the artifact was made.
         ServerError: see `ServedPolicy`.
     """
-    refuse_unfit(external, robot, plan)
+    refuse_external(external, robot, plan)
     if isinstance(external, LeRobotPolicySettings):
         folder = locate(source, kind=POLICY)
         return LeRobotPolicy(external, folder, plan.n_action_steps, plan.rows_per_pass, threads or available_cpus())

@@ -10,7 +10,7 @@ from typing import Any
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.machine.project import project_source
 from armature.components.robots.datasets.source import DatasetSource
-from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings, PolicyEvaluationSettings
+from armature.components.robots.evaluation.settings import PolicyEvaluationSettings
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
 from armature.components.robots.policies.lerobot.process import lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotConventions, ServedPolicySettings
@@ -26,6 +26,10 @@ COMPUTED_HERE = (
     "quantization",
 )
 """Settings of an evaluation that only have an effect if its own process computes the policy."""
+_CONVERT = (
+    "use a policy that was trained with the simulator's conventions, or convert on the policy's side; change a "
+    "declaration only if it is wrong about the training data"
+)
 _REMEDY = "leave out the sections evaluation and simulator: then the error of held-out actions measures the policy"
 
 
@@ -33,18 +37,20 @@ _REMEDY = "leave out the sections evaluation and simulator: then the error of he
 class SimulatedRobot:
     """The robot of a simulator: its conventions, and the images of its cameras.
 
-    cameras: names of features by name of the camera in the simulator. resolution: height and width of images.
+    cameras: names of features by name of the camera in the simulator, from the setting `where`. resolution: height and
+    width of images.
     """
 
     conventions: RobotConventions
     cameras: Mapping[str, str]
     resolution: int
+    where: str
 
 
 def libero_robot(simulator: SimulatorSettings) -> SimulatedRobot:
     """Return LIBERO's robot."""
     names = {camera: f"{IMAGES}{name}" for camera, name in simulator.camera_name_mapping.items()}
-    return SimulatedRobot(libero_conventions(simulator), names, simulator.resolution)
+    return SimulatedRobot(libero_conventions(simulator), names, simulator.resolution, "simulator.camera_name_mapping")
 
 
 def libero_conventions(simulator: SimulatorSettings) -> RobotConventions:
@@ -71,7 +77,7 @@ def refuse_disagreement(
     declared: Mapping[str, Any],
     other_name: str,
     other: Mapping[str, Any],
-    remedy: str = "",
+    remedy: str = _CONVERT,
 ) -> None:
     """Check that two sides have the same values for all conventions that `declared` has.
 
@@ -97,10 +103,7 @@ def refuse_disagreement(
             "; ".join(pairs),
             code="conventions_disagree",
             where=f"{name}, {other_name}",
-            remedy=remedy
-            if remedy
-            else "use a policy that was trained with the simulator's conventions, or convert on the policy's side; "
-            "change a declaration only if it is wrong about the training data",
+            remedy=remedy,
         )
 
 
@@ -111,15 +114,6 @@ def _shown(value: Any) -> str:
 
 
 def refuse_external(
-    external: ServedPolicySettings | LeRobotPolicySettings,
-    settings: EvaluateLiberoStageSettings,
-    section: str = "policy",
-) -> None:
-    """Check that a policy of another program fits LIBERO, see `refuse_unfit`."""
-    refuse_unfit(external, libero_robot(settings.simulator), settings.evaluation, section)
-
-
-def refuse_unfit(
     external: ServedPolicySettings | LeRobotPolicySettings,
     robot: SimulatedRobot,
     plan: PolicyEvaluationSettings,
@@ -157,20 +151,20 @@ def refuse_unfit(
         )
 
 
-def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
+def refuse_cameras(wanted: Sequence[str], robot: SimulatedRobot) -> None:
     """Check that the simulator provides all cameras that the policy uses.
 
     Raises:
         ConfigurationError: a camera is missing.
     """
-    provided = [f"{IMAGES}{name}" for name in simulator.camera_name_mapping.values()]
+    provided = list(robot.cameras.values())
     if missing := [camera for camera in wanted if camera not in provided]:
         raise ConfigurationError(
             f"the policy uses the cameras {', '.join(missing)}, but the simulator provides {', '.join(provided)}",
             code="simulator_camera_missing",
-            where="simulator.camera_name_mapping",
-            remedy="map agentview and robot0_eye_in_hand to the policy's names; if the policy is for another robot, "
-            + _REMEDY,
+            where=robot.where,
+            remedy=f"map {' and '.join(robot.cameras)} to the policy's names; to train a policy of another robot, "
+            f"{_REMEDY}",
         )
 
 
@@ -190,7 +184,7 @@ def refuse_other_robot(
     for source in sources:
         try:
             _refuse_sizes(source)
-            refuse_cameras(image_keys or tuple(source.cameras), simulator)
+            refuse_cameras(image_keys or tuple(source.cameras), libero_robot(simulator))
         except ConfigurationError as error:
             problems.setdefault(source.tag, error)
         else:

@@ -37,7 +37,7 @@ def train_vla_rl(
     from armature.components.artifacts.images import ImageStore
     from armature.components.configuration.stages import open_store
     from armature.components.rl.evaluations import BEST
-    from armature.components.robots.evaluation.robot import refuse_cameras
+    from armature.components.robots.evaluation.robot import libero_robot, refuse_cameras
     from armature.components.robots.evaluation.schedule import refuse_episodes
     from armature.components.robots.evaluation.stage import open_simulators
     from armature.components.robots.libero.tasks import suite_tasks
@@ -60,7 +60,7 @@ def train_vla_rl(
         torch_compile=plan.torch_compile,
         quantization=plan.quantization,
     )
-    refuse_cameras(policy.cameras, settings.simulator)
+    refuse_cameras(policy.cameras, libero_robot(settings.simulator))
     training = RobotRLTraining(
         trainer=settings.trainer,
         rollouts=plan,

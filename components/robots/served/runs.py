@@ -91,7 +91,7 @@ def benchmark_folder(settings: ServedBenchmarkSettings) -> Path | None:
 
 def served_robot(settings: ServedBenchmarkSettings) -> SimulatedRobot:
     """Return the robot of the benchmark."""
-    return SimulatedRobot(settings.conventions, settings.cameras, settings.resolution)
+    return SimulatedRobot(settings.conventions, settings.cameras, settings.resolution, "benchmark.cameras")
 
 
 def planned_episodes(benchmark: str, plan: BenchmarkEvaluationSettings) -> list[PlannedEpisode]:

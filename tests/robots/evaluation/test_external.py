@@ -12,8 +12,7 @@ from armature.components.configuration import build_recipe, load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageReport
 from armature.components.robots.evaluation.results import LiberoResult, read_results
-from armature.components.robots.evaluation.robot import libero_conventions, refuse_external
-from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
+from armature.components.robots.evaluation.robot import libero_conventions, libero_robot, refuse_external
 from armature.components.robots.policies.settings import RobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import read_settings
 from armature.components.robots.policies.stage import POLICY_STAGE
@@ -76,7 +75,7 @@ MISMATCHES: dict[str, Any] = {
 
 
 def fits(policy: ServedPolicySettings, **plan: Any) -> None:
-    refuse_external(policy, EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=settings(**plan)))
+    refuse_external(policy, libero_robot(SIMULATOR), settings(**plan))
 
 
 def test_every_convention_has_a_planted_mismatch():
@@ -98,7 +97,7 @@ def test_simulator_settings_are_conventions_too():
     slow = SIMULATOR.model_copy(update={"control_freq": 10, "camera_name_mapping": {"agentview": "image"}})
     assert libero_conventions(slow).cameras == ("agentview",)
     with refused("conventions_disagree", "control_freq", "cameras", 10, 20):
-        refuse_external(external("ws://a"), EvaluateLiberoStageSettings(simulator=slow, evaluation=settings()))
+        refuse_external(external("ws://a"), libero_robot(slow), settings())
 
 
 def test_second_policy_is_compared_with_the_simulator_too():

@@ -17,7 +17,7 @@ from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact, StageContext, StageReport
 from armature.components.robots.evaluation.episode import EpisodeOutcome, EvaluationJournal, PlayedEpisode
 from armature.components.robots.evaluation.results import by_perturbation, read_perturbed, read_results
-from armature.components.robots.evaluation.robot import refuse_cameras
+from armature.components.robots.evaluation.robot import libero_robot, refuse_cameras
 from armature.components.robots.evaluation.run import Evaluation
 from armature.components.robots.evaluation.schedule import noise_seed, plan_episodes
 from armature.components.robots.evaluation.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
@@ -129,9 +129,9 @@ def frames(path: Path) -> list[np.ndarray]:
 
 
 def test_rejects_cameras_that_the_simulator_lacks() -> None:
-    refuse_cameras(("observation.images.wrist_image",), SIMULATOR)
+    refuse_cameras(("observation.images.wrist_image",), libero_robot(SIMULATOR))
     with refused("simulator_camera_missing", "observation.images.image2", "simulator.camera_name_mapping"):
-        refuse_cameras(("observation.images.image", "observation.images.image2"), SIMULATOR)
+        refuse_cameras(("observation.images.image", "observation.images.image2"), libero_robot(SIMULATOR))
 
 
 PERTURBATIONS = PerturbationSettings(camera=(0.5, 1.0), language=(0.0,))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from armature.components.robots.evaluation.robot import refuse_external
-from armature.components.robots.evaluation.settings import EvaluateLiberoStageSettings
+from armature.components.robots.evaluation.robot import libero_robot, refuse_external
 from armature.components.robots.policies.lerobot.process import PROCESSORS, PYTHON, LeRobotPolicy, lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotPolicySettings
 from armature.components.robots.policies.source import policy_source, read_settings
@@ -110,10 +109,10 @@ LARGE = {**INPUTS, "observation.images.image": {"type": "VISUAL", "shape": [3, 2
     ids=["state", "actions", "cameras", "resolution"],
 )
 def test_configuration_that_contradicts_the_simulator_is_refused(tmp_path, changes, shown):
-    stage = EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=settings())
-    refuse_external(lerobot(written(tmp_path)), stage)
+    robot, plan = libero_robot(SIMULATOR), settings()
+    refuse_external(lerobot(written(tmp_path)), robot, plan)
     with refused("conventions_disagree", shown):
-        refuse_external(lerobot(written(tmp_path, **changes)), stage)
+        refuse_external(lerobot(written(tmp_path, **changes)), robot, plan)
 
 
 def test_policy_stage_refers_to_the_folder_by_its_content(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from armature.components.configuration import build_recipe, load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact, StageReport
 from armature.components.machine.workers.channel import WorkerError
-from armature.components.robots.evaluation.opening import load_own
+from armature.components.robots.evaluation.opening import open_own
 from armature.components.robots.evaluation.results import LiberoResult, collect_results, read_results
 from armature.components.robots.evaluation.schedule import noise_seed
 from armature.components.robots.evaluation.stage import play_planned, torch_threads
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.stage import POLICY_STAGE
-from armature.components.robots.served.runs import BenchmarkPlayer, _Run, planned_episodes
+from armature.components.robots.served.runs import BenchmarkPlayer, _Run, planned_episodes, served_robot
 from armature.components.robots.served.settings import EvaluateBenchmarkStageSettings
 from armature.components.robots.served.stage import EVALUATE_BENCHMARK_STAGE
 from tests.builders import make_machine
@@ -359,7 +360,7 @@ def test_policy_of_our_own_plays_a_benchmark(own_policy, tmp_path):
     )
     results = read_results(tmp_path / "out")
     with torch_threads(make_machine(threads=1)):
-        policy = load_own(own_policy.path, settings.evaluation)
+        policy = open_own(own_policy.path, served_robot(settings.benchmark), settings.evaluation)
         planned_and_results = zip(planned_episodes("plane", settings.evaluation), results, strict=True)
         for planned, result in planned_and_results:
             seen = by_hand.seen("near", by_hand.start("near", planned.episode), settings.benchmark.params)
@@ -367,6 +368,12 @@ def test_policy_of_our_own_plays_a_benchmark(own_policy, tmp_path):
             observation = RobotObservation(images, seen["states"].astype(np.float32), seen["task_description"])
             (chunk,) = policy.predict([policy.prepared(observation)], [noise_seed(settings.evaluation, planned, 0)])
             assert result.steps == 4 and list(result.actions[:21]) == chunk.reshape(-1).tolist()
+
+
+def test_policy_with_other_cameras_is_refused(own_policy):
+    robot = replace(served_robot(for_own().benchmark), cameras={"top": "observation.images.top"})
+    with refused("simulator_camera_missing", "observation.images.top", "benchmark.cameras"):
+        open_own(own_policy.path, robot, for_own().evaluation)
 
 
 def test_policy_of_another_robot_is_refused(own_policy, tmp_path):
