@@ -13,10 +13,10 @@ from armature.components.robots.imitation.data import PolicyMicroBatch
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.family import family
+from armature.components.robots.policies.family import family, load_model
 from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.smolvla.checkpoint import load_model, load_parts, save_policy
+from armature.components.robots.policies.smolvla.checkpoint import load_parts, save_policy
 from armature.components.robots.policies.smolvla.policy import open_policy
 
 from . import conftest

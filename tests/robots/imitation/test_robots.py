@@ -15,7 +15,8 @@ from armature.components.robots.datasets.source import DatasetSource, open_sourc
 from armature.components.robots.imitation.data import Encoder
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.robots import robots_of
-from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from armature.components.robots.policies.family import load_model
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from tests.refusals import refused
 

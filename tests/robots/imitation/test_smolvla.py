@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.opening import open_model
 from armature.components.robots.imitation.settings import TrainVLASettings
-from armature.components.robots.policies.family import export_lerobot, family, family_at
+from armature.components.robots.policies.family import export_lerobot, family, family_at, load_model
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
@@ -71,7 +72,7 @@ def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mod
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and all(row["loss"] > 0 for row in rows[1:])
     assert rows[-1]["heldout/loss"] < rows[0]["heldout/loss"]
 
-    policy = family_at(tmp_path).open_policy(tmp_path, "continuous", rows=1)
+    policy = open_flow_policy(tmp_path, "continuous", rows=1)
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 24, 32, 3), dtype=np.uint8)
     seen = [
@@ -152,18 +153,17 @@ def test_rejects_weights_that_do_not_fit(start, damage, tmp_path):
     else:
         tensors["model.extra" if damage == "unknown" else "model.state_proj.bias"] = torch.zeros(3)
     save_file(tensors, tmp_path / "checkpoint/model.safetensors")
-    kind = family("smolvla")
     with refused("weights_mismatch"):
-        kind.load_model(tmp_path, kind.load_parts(tmp_path))
+        load_model(tmp_path, family("smolvla").load_parts(tmp_path))
 
 
 def test_rejects_what_it_cannot_do(start):
     with refused("action_mode_mismatch"):
         family("smolvla").player(None, None, RobotPolicySettings.model_validate(POLICY), "discrete", 1)
     with refused("policy_setting_unsupported"):
-        family("smolvla").open_policy(start["policy"], "continuous", 1, quantization="fp8")
+        open_flow_policy(start["policy"], "continuous", 1, quantization="fp8")
     with refused("normalization_statistics_missing"):
-        family("smolvla").open_policy(start["policy"], "continuous", 1)
+        open_flow_policy(start["policy"], "continuous", 1)
     with refused("sharding_unsupported"):
         parts = family("smolvla").load_parts(start["policy"])
         open_model(start["policy"], parts, print, TrainerProcesses(processes=2, sharding="full"), Ranks())
