@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.models.source import CHECKPOINT, locate
 from armature.components.robots.policies.flow import FlowConfig
 from armature.components.robots.policies.inputs import ModelProcessor
@@ -21,6 +22,7 @@ from armature.components.robots.policies.model import ModelShape, SamplingPlan
 from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
 from armature.components.robots.policies.source import POLICY, POLICY_WITHOUT_WEIGHTS, read_settings
+from armature.components.training.processes import TrainerProcesses
 
 if TYPE_CHECKING:
     from armature.components.robots.policies.player import FlowPolicy
@@ -125,6 +127,21 @@ def family_at(source: Path) -> PolicyFamily:
     saved = read_settings(source) or read_settings(source / CHECKPOINT)
     saved = saved or read_settings(locate(source, kind=POLICY_WITHOUT_WEIGHTS))
     return family(saved.family if saved is not None else "molmoact2")
+
+
+def refuse_sharding(name: str, processes: TrainerProcesses) -> None:
+    """Check that a family's model can be sharded, if these processes of a training shard it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if processes.sharding is not None and not hasattr(family(name), "read_model"):
+        raise ConfigurationError(
+            f"a policy of the family {name} cannot be sharded over GPUs",
+            code="sharding_unsupported",
+            where="machine.trainer.sharding",
+            remedy='set it to "none": each GPU then holds the whole policy',
+        )
 
 
 def load_model(source: str | Path, parts: CheckpointParts, device: str | torch.device = "cpu") -> Any:

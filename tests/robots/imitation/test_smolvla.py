@@ -13,15 +13,17 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from armature.components.configuration import load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.opening import open_model
 from armature.components.robots.imitation.settings import TrainVLASettings
-from armature.components.robots.policies.family import export_lerobot, family, family_at, load_model
+from armature.components.robots.policies.family import export_lerobot, family, family_at, load_model, refuse_sharding
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import CHUNK, TINY, make_job
@@ -167,6 +169,16 @@ def test_rejects_what_it_cannot_do(start):
     with refused("sharding_unsupported"):
         parts = family("smolvla").load_parts(start["policy"])
         open_model(start["policy"], parts, print, TrainerProcesses(processes=2, sharding="full"), Ranks())
+
+
+@pytest.mark.parametrize("name", ["train-vla/smolvla-tiny", "train-vla-rl/smolvla-tiny"])
+def test_split_over_two_gpus_is_refused_before_any_stage(name):
+    machine = make_machine(trainer__gpus=(0, 1), trainer__processes=2)
+    recipe = load_recipe(name).values
+    with refused("sharding_unsupported", "machine.trainer.sharding"):
+        recipe.model_copy(update={"machine": machine}).refuse_ahead()
+    refuse_sharding("smolvla", TrainerProcesses.of(make_machine(machine, trainer__sharding="none")))
+    refuse_sharding("molmoact2", TrainerProcesses.of(machine))
 
 
 def test_rejects_a_robot_with_more_dimensions_than_the_model(start, tmp_path):
