@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
 from armature.components.robots.policies.source import POLICY, POLICY_WITHOUT_WEIGHTS, read_settings
 from armature.components.training.processes import TrainerProcesses
-
-if TYPE_CHECKING:
-    from armature.components.robots.policies.player import FlowPolicy
 
 
 class CheckpointParts(Protocol):
@@ -109,8 +106,8 @@ class PolicyFamily(Protocol):
         mode: InferenceMode,
         rows: int,
         refuse_undecoded: bool = False,
-    ) -> FlowPolicy:
-        """Return the policy that predicts with a model; see `FlowPolicy`."""
+    ) -> Any:
+        """Return the `FlowPolicy` that predicts with a model."""
 
 
 def family(name: str) -> PolicyFamily:
