@@ -1,18 +1,27 @@
-"""examples/clicks.py: the elements' places and the page itself, clicked in a real browser, agree on what is right."""
+"""Pages of examples/clicks.py and click_pages.py: elements' places and real clicks agree on what is right."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
 
+from armature.components.rewards.boxes import PointInBox, PointInBoxSettings, read_point
+from armature.components.rewards.reward import RewardInput
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/clicks.py"
 
 
+in_a_browser = pytest.mark.skipif(
+    shutil.which("chromedriver") is None, reason="apt-get install chromium chromium-driver"
+)
+
+
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("chromedriver") is None, reason="apt-get install chromium chromium-driver")
+@in_a_browser
 @pytest.mark.parametrize("task", ["click-test", "focus-text", "click-dialog"])
 def test_places_agree_with_clicks(task: str) -> None:
     spec = importlib.util.spec_from_file_location("clicks", EXAMPLE)
@@ -31,3 +40,26 @@ def test_places_agree_with_clicks(task: str) -> None:
     finally:
         clicks.browser(task).close()
     assert 0 < right < total / 2
+
+
+@pytest.mark.long
+@in_a_browser
+@pytest.mark.parametrize("task", ["click-color", "focus-text", "click-dialog", "click-test"])
+def test_boxes_of_a_table_agree_with_clicks(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    pages = importlib.import_module("click_pages")
+    reward = PointInBox(PointInBoxSettings(name="point_in_box", units="percent"), EXAMPLE.parent)
+    right = total = 0
+    try:
+        for seed in range(8):
+            row = pages.row(task, seed)
+            center = read_point(row["demonstration"])
+            assert center is not None
+            for x, y in [center, *((x, y) for x in range(5, 100, 30) for y in range(seed, 100, 16))]:
+                pages.browser(task).reset(seed=seed)
+                verdict = pages.click(task, x, y)
+                assert reward.grade(RewardInput(f"({x}, {y})", row["box"], row)) == verdict, (seed, x, y)
+                right, total = right + int(verdict), total + 1
+    finally:
+        pages.browser(task).close()
+    assert 8 <= right < total / 2

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from armature.components.contracts.errors import DataError
+from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.models.source import locate
-from armature.components.robots.policies.inputs import require_cameras
 from armature.components.robots.policies.lerobot.processors import (
     BATCHING,
     ON_CPU,
@@ -24,7 +23,6 @@ from armature.components.robots.policies.lerobot.processors import (
     RENAMING,
     Step,
     normalizations,
-    normalizer_settings,
     read_stats,
     read_steps,
     robot_features,
@@ -38,10 +36,10 @@ from armature.components.robots.policies.norm_stats import (
     resolve,
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import CONFIG, POLICY_WITHOUT_WEIGHTS, read_json
+from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
 from armature.components.robots.policies.tensors import TensorFiles
 
-BASE = "base"
+CONFIG, BASE = "config.json", "base"
 NORMALIZER, PACK = "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
 _ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
 _PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
@@ -233,7 +231,13 @@ def write_processors(
     Raises:
         ConfigurationError: the settings name no cameras.
     """
-    require_cameras(settings.image_keys)
+    if not settings.image_keys:
+        raise ConfigurationError(
+            "the settings name no cameras",
+            code="cameras_missing",
+            where="policy.image_keys",
+            remedy="set it to the cameras in the policy's order",
+        )
     features = robot_features(settings, robot, settings.image_keys)
     prompt = _prompt(settings, base)
     config = {
@@ -252,7 +256,7 @@ def write_processors(
     write_document(folder / CONFIG, config)
     by_key = {ACTION: robot.action_stats, STATE: robot.state_stats}
     masks = {key: list(stats.mask) for key, stats in by_key.items() if stats.mask}
-    normalizer, unnormalizer = normalizer_settings(features)
+    normal: dict[str, Any] = {"eps": 1e-8, "norm_map": features["normalization_mapping"]}
     env = {"max_action_dim": max_action_dim, "env_action_dim": robot.action_stats.dimensions}
     frame = {"joint_signs": None, "joint_offsets": None}
     moved = settings.semantics != "seed"
@@ -260,14 +264,14 @@ def write_processors(
         RENAMING,
         BATCHING,
         *([("molmoact2_state_frame_transform", frame)] if moved else []),
-        (NORMALIZER, normalizer),
+        (NORMALIZER, normal | {"features": features["input_features"] | features["output_features"]}),
         ("molmoact2_clamp_normalized", {"normalization_masks": masks}),
         (PACK, prompt | env),
         ON_CPU,
     ]
     after: list[Step] = [
         ("molmoact2_clamp_action", {}),
-        (UNNORMALIZER, unnormalizer),
+        (UNNORMALIZER, normal | {"features": features["output_features"]}),
         *([("molmoact2_action_frame_transform", frame)] if moved else []),
         ON_CPU,
     ]
