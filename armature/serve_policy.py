@@ -15,7 +15,7 @@ from pathlib import Path
 from armature.components.contracts.errors import ConfigurationError, keep_secret
 from armature.components.machine.network import metrics_server
 from armature.components.machine.private_files import write_private
-from armature.components.robots.policies.family import family_at
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.server.metrics import EventFormatter, PolicyServerMetrics, log
 from armature.components.robots.server.server import PolicyServer, refuse_open_address
 from armature.components.robots.server.settings import PolicyServerSettings
@@ -49,7 +49,7 @@ def serve_policy(
     refuse_open_address(settings, with_key)
     folder = find_checkpoint(checkpoint, store)
     key = _key() if with_key else None
-    policy = family_at(folder).open_policy(
+    policy = open_flow_policy(
         folder,
         mode=settings.inference_action_mode,
         rows=settings.batch,

@@ -8,16 +8,17 @@ from math import ceil
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.settings import Settings
 from armature.components.planning.memory import Gpu, RecipeMemory
 from armature.components.planning.step import STEP_HEAD, Plan, StepTime, assumptions, plan_title, step_cells
-from armature.components.robots.imitation.opening import prepare
+from armature.components.robots.imitation.opening import group_of, prepare
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
 from armature.components.robots.policies.family import family
-from armature.components.robots.policies.model import ModelShape, denoising_steps
+from armature.components.robots.policies.model import ModelShape, PolicyModel, denoising_steps
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.recipes import EvaluateBenchmark, EvaluateLibero, SweepPolicies, TrainVla, TrainVlaRl
 from armature.components.robots.rl.settings import RobotRLTrainerSettings, TrainVLARLSettings
@@ -152,6 +153,9 @@ def policy_trainer_parts(
     recomputes = isinstance(update, VLATrainerSettings) and update.gradient_checkpointing
     discrete = policy.action_mode != "continuous" and update.mode != "expert"
     example = _example_bytes(sizes, policy.chunk_size * flow_samples, update.mode == "expert", recomputes)
+    if isinstance(update, VLATrainerSettings) and update.lora_dropout:
+        dropped = _dropout_bytes(model, sizes, policy.chunk_size * flow_samples)
+        example += dropped // sizes.layers if recomputes else dropped
     if discrete:
         example += ACTION_TOKENS * sizes.shape.text.vocab_size * 8
     return {
@@ -178,6 +182,15 @@ def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recompu
     stored = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
     once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
     return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
+
+
+def _dropout_bytes(model: PolicyModel, sizes: PolicySizes, actions: int) -> int:
+    """Return the bytes of dropout in one training example: each adapter has a mask and its own copy of its input."""
+    images = {"vit": sizes.shape.patches, "connector": sizes.shape.image_tokens}
+    positions = {group: sizes.cameras * each for group, each in images.items()}
+    positions |= {"vlm": sizes.tokens + ACTION_TOKENS, "action_expert": actions}
+    adapters = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
+    return (sizes.width + 1) * sum(positions[group_of(name)] * layer.in_features for name, layer in adapters)
 
 
 def sweep_memory(recipe: SweepPolicies) -> RecipeMemory | None:

@@ -158,9 +158,10 @@ class TrainVla(Sections):
         _refuse_missing(self.dataset)
 
     def refuse_ahead(self) -> None:
-        """Check that the simulator can play the episodes of the evaluation, before anything is computed."""
+        """Check the split of the policy over GPUs and the episodes of the evaluation, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
 
+        _refuse_split(self.policy, self.machine)
         if self.evaluation is not None and self.simulator is not None:
             refuse_episodes(self.evaluation, self.simulator)
 
@@ -301,10 +302,11 @@ class TrainVlaRl(Sections):
         _refuse_unnamed(self.policy)
 
     def refuse_ahead(self) -> None:
-        """Check that the simulator can play the episodes of rollouts and evaluation, before anything is computed."""
+        """Check the split of the policy over GPUs and all episodes, before anything is computed."""
         from armature.components.robots.evaluation.schedule import refuse_episodes
         from armature.components.robots.rl.schedule import refuse_groups
 
+        _refuse_split(self.policy, self.machine)
         refuse_groups(self.rollouts, self.simulator)
         refuse_episodes(self.evaluation, self.simulator)
 
@@ -472,6 +474,14 @@ def _refuse_unnamed(policy: RobotPolicySettings) -> None:
         )
     if source := policy_source(policy):
         check_source_name(source, policy.revision, POLICY)
+
+
+def _refuse_split(policy: RobotPolicySettings, machine: Machine) -> None:
+    processes = TrainerProcesses.of(machine)
+    if processes.sharding is not None:  # loading a family takes seconds
+        from armature.components.robots.policies.family import refuse_sharding
+
+        refuse_sharding(policy.family, processes)
 
 
 def _refuse_played(

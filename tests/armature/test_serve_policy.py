@@ -21,7 +21,7 @@ from websockets.sync.client import connect
 
 from armature.components.contracts.robots import PreviousActions
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.player import open_flow_policy
 from armature.serve_policy import KEY
 from tests.robots.policies.molmoact2 import released
 from tests.robots.server.by_hand import decode, encode
@@ -84,7 +84,7 @@ def test_serve_policy_answers_until_interrupted(checkpoint, tmp_path):
             program.kill()
     assert program.returncode == 0, errors
     assert metadata["policy"]["checkpoint"] == str(checkpoint) and metadata["actions"]["shape"] == [2, 7]
-    ours = open_policy(checkpoint, "continuous", rows=1, n_action_steps=2)
+    ours = open_flow_policy(checkpoint, "continuous", rows=1, n_action_steps=2)
     assert answer["actions"].tobytes() == ours.predict([observation(fields)], [5])[0].tobytes()
     seen = replace(observation(fields), previous=PreviousActions(left["previous_actions"], 1))
     assert extended["actions"].tobytes() == ours.predict([seen], [6])[0].tobytes()

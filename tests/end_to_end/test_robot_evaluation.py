@@ -22,7 +22,7 @@ from armature.components.robots.libero.processes import ChunkResult, SimulatorPr
 from armature.components.robots.libero.settings import PerturbationSettings
 from armature.components.robots.libero.tasks import suite_tasks
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
-from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.player import open_flow_policy
 from tests.robots.evaluation.playground import settings
 from tests.robots.evaluation.test_stage import Events, context
 from tests.robots.libero.simulated import simulator
@@ -73,7 +73,7 @@ def test_results_do_not_depend_on_batch_workers_or_deaths(tmp_path):
         assert sum(1 for _ in video.decode(video=0)) == 6
 
     existing = {"libero_spatial": suite_tasks("libero_spatial")}
-    policy = open_policy(tmp_path / "policy", "continuous", rows=1)
+    policy = open_flow_policy(tmp_path / "policy", "continuous", rows=1)
     with MortalSimulator(SIMULATOR, 120) as one, MortalSimulator(SIMULATOR, 120) as other:
         for name, batch, simulators in (("four", 4, [one]), ("two", 2, [one, other])):
             one.doomed = other.doomed = name == "two"
@@ -88,7 +88,7 @@ def test_perturbed_results_do_not_depend_on_batch_or_workers(tmp_path):
         released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
     )
     save_policy(tmp_path / "policy/checkpoint", loaded.parts, loaded.model.state_dict())
-    policy, existing = open_policy(tmp_path / "policy", "continuous", rows=1), suite_tasks("libero_spatial")
+    policy, existing = open_flow_policy(tmp_path / "policy", "continuous", rows=1), suite_tasks("libero_spatial")
     perturbations = PerturbationSettings(layout=(1.0,), texture=(1.0,))
     evaluation = settings(
         tasks=(0,), episodes_per_task=1, max_steps={"libero_spatial": 5}, videos_per_task=0, perturbations=perturbations

@@ -13,9 +13,9 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.tasks import suite_tasks
-from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.molmoact2 import policy as policies
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import save_policy
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.schedule import plan_step
 from armature.components.robots.rl.table import ROLLOUTS_FILE, write_rollouts
@@ -53,7 +53,7 @@ def test_rollouts_do_not_depend_on_batch_or_processes(mode, processes, tmp_path,
         loaded = spoken(tmp_path)
         save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
     policy, existing, tables = (
-        family_at(tmp_path).open_policy(tmp_path, mode, rows=1),
+        open_flow_policy(tmp_path, mode, rows=1),
         suite_tasks("libero_spatial"),
         [],
     )
@@ -84,5 +84,5 @@ def test_smolvla_imitates_and_learns_from_rewards(tmp_path):
     folder = artifacts["train-vla-rl"].path
     rows = json.loads((folder / "history.json").read_text())
     assert [row["step"] for row in rows] == [1, 2] and all(row["updates"] > 0 and row["grad_norm"] > 0 for row in rows)
-    policy = family_at(folder).open_policy(folder, "continuous", rows=1)
+    policy = open_flow_policy(folder, "continuous", rows=1)
     assert policy.facts()["family"] == "smolvla" and policy.n_action_steps == 10

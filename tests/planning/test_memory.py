@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, SmolVLMCon
 from armature.components.families.family import family_of
 from armature.components.families.tiny import TinySettings
 from armature.components.models.load import load_model
-from armature.components.models.settings import ModelSettings
+from armature.components.models.settings import AdapterSettings, ModelSettings
 from armature.components.models.tiny import make_tiny_checkpoint
 from armature.components.planning.memory import ModelSizes, RecipeMemory, model_sizes, read_config, server_parts
 from armature.components.robots.imitation.opening import prepare
@@ -27,6 +29,7 @@ from armature.components.robots.imitation.settings import Mode, VLATrainerSettin
 from armature.components.robots.planning import PolicySizes, policy_sizes, policy_trainer_parts
 from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.robots.policies.smolvla.checkpoint import SmolVLAParts
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 from armature.components.robots.policies.smolvla.model import SmolVLA
 from armature.components.robots.policies.smolvla.processor import SmolVLABatch
@@ -191,17 +194,19 @@ def test_sharded_policy_bytes_per_trained_weight(policy: RobotPolicySettings, re
 SMOLVLA = RobotPolicySettings(family="smolvla", path="lerobot/smolvla_base", chunk_size=50, n_action_steps=50)
 
 
-def released_smolvla() -> tuple[SmolVLAConfig, SmolVLMConfig]:
-    """Return the configurations of lerobot/smolvla_base and of SmolVLM2-500M-Video-Instruct."""
+def released_smolvla() -> SmolVLAParts:
+    """Return lerobot/smolvla_base and SmolVLM2-500M-Video-Instruct without weights and files."""
     text = {"model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
     text |= {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 49280}
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     vlm = SmolVLMConfig(text_config=text, vision_config=vision | {"image_size": 512, "patch_size": 16}, scale_factor=4)
-    return SmolVLAConfig(type="smolvla"), vlm
+    return SmolVLAParts(SmolVLAConfig(type="smolvla"), vlm, SMOLVLA, None, Path())
 
 
-def kept(mode: Mode) -> VLATrainerSettings:
-    return VLATrainerSettings(mode=mode, max_steps=1, batch_size=1, micro_batch_size=1)
+def kept(mode: Mode, **settings: Any) -> VLATrainerSettings:
+    if mode in ("lora", "lora_expert"):
+        settings["lora"] = AdapterSettings(rank=16, alpha=16.0)
+    return VLATrainerSettings(mode=mode, max_steps=1, batch_size=1, micro_batch_size=1, **settings)
 
 
 def test_smolvla_has_its_released_number_of_weights() -> None:
@@ -213,13 +218,17 @@ def test_smolvla_has_its_released_number_of_weights() -> None:
     assert expert["gradients and optimizer"] == 12 * sizes.expert
 
 
-@pytest.mark.parametrize("mode", ["full", "expert"])
-def test_smolvla_activations_are_close_to_saved_tensors(mode: Mode) -> None:
-    config, vlm = released_smolvla()
+@pytest.mark.parametrize(
+    ("mode", "dropout"),
+    [("full", {}), ("expert", {}), ("lora", {}), ("lora_expert", {}), ("lora_expert", {"lora_dropout": 0.0})],
+)
+def test_smolvla_activations_are_close_to_saved_tensors(mode: Mode, dropout: dict[str, float]) -> None:
+    parts = released_smolvla()
+    config, vlm = parts.config, parts.vlm
     config, vlm.vision_config.num_hidden_layers = config.model_copy(update={"num_vlm_layers": 4}), 3
     vlm.text_config.num_hidden_layers, vlm.text_config.vocab_size = 4, 100
-    sizes = policy_sizes((config, vlm), SMOLVLA, 1)
-    update = kept(mode)
+    sizes = policy_sizes(replace(parts, config=config), SMOLVLA, 1)
+    update = kept(mode, **dropout)
     model = SmolVLA(config, vlm, "bfloat16")
     prepare(model, update, "head")
     generator = torch.Generator().manual_seed(0)

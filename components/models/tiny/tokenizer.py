@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,29 @@ TEXT = (
     "go to open close take put use look examine north south east west",
 )
 """Sentences that every tokenizer is trained on."""
+BYTES = 256  # tokens of single bytes
 REPEATS = 20  # a pair of characters must be frequent to become a token
+
+
+def train_bpe(size: int, markers: Sequence[str], texts: Iterable[str], like: Tokenizer | None = None) -> Tokenizer:
+    """Train a byte-level BPE of at most `size` tokens: the special tokens `markers`, the 256 bytes, and merges.
+
+    Args:
+        like: tokenizer that normalizes and splits text in the same way; None: text is not normalized.
+    """
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if like is not None:
+        model.normalizer, model.pre_tokenizer = like.normalizer, like.pre_tokenizer
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(markers),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return model
 
 
 def train_tokenizer(
@@ -31,17 +53,8 @@ def train_tokenizer(
         template: chat template.
         max_positions: longest sequence in tokens.
     """
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size - len(vocabulary.words) - len(vocabulary.inputs_only),
-        special_tokens=list(vocabulary.markers),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = list(texts)
-    model.train_from_iterator([*texts, *texts, *TEXT] * REPEATS, trainer)
+    learned, texts = size - len(vocabulary.words) - len(vocabulary.inputs_only), list(texts)
+    model = train_bpe(learned, vocabulary.markers, [*texts, *texts, *TEXT] * REPEATS)
     model.add_tokens([AddedToken(word, normalized=False) for word in vocabulary.words])
     model.add_special_tokens(list(vocabulary.inputs_only))
     tokenizer = PreTrainedTokenizerFast(

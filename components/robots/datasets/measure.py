@@ -159,14 +159,21 @@ class MeasurementUnit:
     all_images: bool
 
 
-def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[MeasurementUnit]:
+def plan(
+    dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int], without: str | None = None
+) -> list[MeasurementUnit]:
     """Divide these ascending episodes into units. The units are the same on every machine.
+
+    Args:
+        without: a feature that is only measured if the settings name it, such as weights of frames.
 
     Raises:
         ConfigurationError: a feature is unknown, or neither numeric nor an image.
     """
     chosen = settings.features or tuple(
-        name for name, feature in dataset.info.features.items() if feature.is_number or feature.is_visual
+        name
+        for name, feature in dataset.info.features.items()
+        if (feature.is_number or feature.is_visual) and name != without
     )
     for name in chosen:
         if not (dataset.feature(name).is_number or dataset.feature(name).is_visual):

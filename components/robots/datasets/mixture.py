@@ -185,9 +185,7 @@ class Mixture:
 
     def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
         """Return the episode of the frame, and the frame's number in it."""
-        firsts, stops = self._runs[place.source]
-        run = int(np.searchsorted(stops, place.frame, side="right"))
-        frame = int(firsts[run]) + place.frame - (int(stops[run - 1]) if run else 0)
+        frame = int(self._runs[place.source].at(place.frame))
         episode = self.sources[place.source].dataset.episode_at(frame)
         return episode, frame - episode.start
 

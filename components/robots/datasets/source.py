@@ -22,7 +22,7 @@ from armature.components.contracts.stages import Artifact, Stage, StageContext, 
 from armature.components.machine.hub import hub_commit
 from armature.components.machine.project import project_path, project_source
 from armature.components.robots.datasets.lerobot.episodes import EpisodeIndex
-from armature.components.robots.datasets.lerobot.language import PERSISTENT, SUBTASK
+from armature.components.robots.datasets.lerobot.language import PERSISTENT, SUBTASK, check_subtasks
 from armature.components.robots.datasets.lerobot.layout import INFO, DatasetFiles, LocalFiles
 from armature.components.robots.datasets.lerobot.reader import Dataset, open_dataset
 from armature.components.robots.datasets.quantiles import Array
@@ -118,6 +118,12 @@ class FrameRuns(NamedTuple):
         begins = np.concatenate([[0], self.stops])[run]
         return begins + np.clip(frames - self.firsts[run], 0, self.stops[run] - begins)
 
+    def at(self, places: Array | int) -> Array:
+        """Return the indices in the dataset of the selected frames numbered `places`; the inverse of `before`."""
+        run = np.searchsorted(self.stops, places, side="right")
+        found: Array = self.firsts[run] + places - np.where(run > 0, self.stops[run - 1], 0)
+        return found
+
 
 def selection(numbers: Sequence[int]) -> EpisodeSelection:
     """Return the ascending episode numbers as an `EpisodeSelection`."""
@@ -177,6 +183,17 @@ class DatasetSource:
             )
         begins = np.flatnonzero(np.diff(used, prepend=-2) != 1)
         return FrameRuns(used[begins], np.append(begins[1:], len(used)))
+
+    def check_prompts(self) -> None:
+        """Check that every frame that is used has a prompt: in each episode the first one, for subtasks go on.
+
+        Raises:
+            DataError: a frame has no subtask, or the subtasks are damaged.
+        """
+        if self.prompt == SUBTASK:
+            index = self.dataset.episodes
+            begins = np.array([index.start(number) for number in self.used_episodes().tolist()])
+            check_subtasks(self.dataset, self.frames.at(self.frames.before(begins)))
 
     def used_episodes(self) -> Array:
         """Return the selected episodes that have a frame that is used, int64 (episodes,); see `frames`."""
@@ -279,6 +296,8 @@ def refer(
     absolute = tuple(_absolute(source) for source in sources)
     _put(json.dumps(DatasetReference(sources=absolute).model_dump(), indent=1, sort_keys=True), folder / REFERENCE)
     opened = open_sources(folder)
+    for each in opened:
+        each.check_prompts()
     for source in sources:
         commit = f" at {source.revision}" if source.revision else ""
         context.events.message(f"dataset: refers to {source.path}{commit}, digest {source.digest}")

@@ -138,7 +138,7 @@ def _measured(
     sources: Sequence[DatasetSource], settings: QuantileStatsSettings, context: StageContext
 ) -> list[Measured]:
     """Return the measurements of each source, with one progress bar for all of them."""
-    plans = [plan(source.dataset, settings, source.episodes) for source in sources]
+    plans = [plan(source.dataset, settings, source.episodes, source.frame_weights) for source in sources]
     ends = list(accumulate(len(units) for units in plans))
 
     def report(before: int, done: int) -> None:

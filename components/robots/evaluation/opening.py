@@ -16,9 +16,8 @@ from armature.components.robots.evaluation.robot import (
     refuse_external,
 )
 from armature.components.robots.evaluation.settings import PolicyEvaluationSettings
-from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.lerobot.process import LeRobotPolicy
-from armature.components.robots.policies.player import FlowPolicy
+from armature.components.robots.policies.player import FlowPolicy, open_flow_policy
 from armature.components.robots.policies.settings import LeRobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import POLICY, read_settings
 from armature.components.robots.server.client import ServedPolicy
@@ -32,7 +31,7 @@ def open_own(source: Path, robot: SimulatedRobot, plan: PolicyEvaluationSettings
             actions have another number of dimensions.
         DataError: the checkpoint is incomplete.
     """
-    policy = family_at(source).open_policy(
+    policy = open_flow_policy(
         source,
         mode=plan.inference_action_mode,
         rows=plan.rows_per_pass,

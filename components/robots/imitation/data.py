@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from armature.components.robots.datasets.mixture import FilePrefetch, Mixture, RobotSample
 from armature.components.robots.imitation.settings import ImageAugmentationSettings, PackingSettings, VLATrainerSettings
 from armature.components.robots.policies.flow import FlowConfig, FlowSamples
-from armature.components.robots.policies.model import ModelBatch, ModelProcessor
+from armature.components.robots.policies.inputs import ModelProcessor
+from armature.components.robots.policies.model import ModelBatch
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 Batch = TypeVar("Batch")

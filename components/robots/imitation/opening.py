@@ -20,7 +20,7 @@ from armature.components.models.load import MappedWeights
 from armature.components.models.lora import lora_config, merged_weights
 from armature.components.models.settings import AdapterSettings
 from armature.components.robots.imitation.settings import PolicyUpdateSettings, VLATrainerSettings
-from armature.components.robots.policies.family import CheckpointParts, family
+from armature.components.robots.policies.family import CheckpointParts, family, load_model, refuse_sharding
 from armature.components.robots.policies.model import PolicyModel
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.settings import Semantics
@@ -140,14 +140,8 @@ def open_model(
             remedy='set machine.trainer.sharding = "full"',
         )
     kind, sharded = family(parts.settings.family), processes.sharding is not None
-    if sharded and not hasattr(kind, "read_model"):
-        raise ConfigurationError(
-            f"a policy of the family {parts.settings.family} cannot be sharded over GPUs",
-            code="sharding_unsupported",
-            where="machine.trainer.sharding",
-            remedy="remove this setting: each GPU then holds the whole policy",
-        )
-    model: Model = kind.empty_model(parts) if sharded else kind.load_model(source, parts)
+    refuse_sharding(parts.settings.family, processes)
+    model: Model = kind.empty_model(parts) if sharded else load_model(source, parts)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     prepare(model)
     if not sharded:

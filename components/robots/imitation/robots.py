@@ -10,7 +10,7 @@ from typing import Any
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource
 from armature.components.robots.policies.family import family
-from armature.components.robots.policies.model import ModelProcessor
+from armature.components.robots.policies.inputs import ModelProcessor
 from armature.components.robots.policies.norm_stats import RobotMetadata, robot_metadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
@@ -70,6 +70,13 @@ def robots_of(
             remedy="remove it to use each dataset's own statistics",
         )
     kind, measured, parts = family(settings.family), {}, {}
+    if len(by_tag) > 1 and not hasattr(kind, "join"):
+        raise ConfigurationError(
+            f"a {settings.family} has the statistics of one robot, and the datasets have several: {', '.join(by_tag)}",
+            code="robots_unsupported",
+            where="dataset.sources",
+            remedy="give all datasets of a robot the same tag, or train a MolmoAct2",
+        )
     for tag, source in by_tag.items():
         if tag not in statistics:
             raise DataError(
@@ -91,7 +98,9 @@ def robots_of(
                 remedy=f"set policy.chunk_size = {predicted}, and no other horizon for the dataset",
             )
     horizon = max(each.settings.chunk_size for each in parts.values())
-    return RobotsByTag(measured, {tag: kind.with_horizon(each, horizon) for tag, each in parts.items()}, horizon)
+    if len(parts) > 1:
+        parts = {tag: kind.with_horizon(each, horizon) for tag, each in parts.items()}
+    return RobotsByTag(measured, parts, horizon)
 
 
 def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSource]:

@@ -14,17 +14,15 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.models.source import CHECKPOINT, locate
 from armature.components.robots.policies.flow import FlowConfig
-from armature.components.robots.policies.model import (
-    ModelProcessor,
-    ModelShape,
-    SamplingPlan,
-)
+from armature.components.robots.policies.inputs import ModelProcessor
+from armature.components.robots.policies.model import ModelShape, SamplingPlan
 from armature.components.robots.policies.norm_stats import RobotMetadata
-from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
+from armature.components.robots.policies.source import POLICY, POLICY_WITHOUT_WEIGHTS, read_settings
+from armature.components.training.processes import TrainerProcesses
 
 
 class CheckpointParts(Protocol):
@@ -58,7 +56,10 @@ class PolicyFamily(Protocol):
         """Read everything but the weights."""
 
     def with_horizon(self, parts: Any, horizon: int) -> Any:
-        """Return `parts` for a model that predicts chunks of at least `horizon` actions."""
+        """Return `parts` for a model that predicts chunks of at least `horizon` actions.
+
+        A family without `join` trains one robot at a time and needs neither.
+        """
 
     def join(self, robots: Mapping[str, Any], horizon: int) -> Any:
         """Return the parts of a checkpoint for several robots, which are given by tag."""
@@ -70,13 +71,20 @@ class PolicyFamily(Protocol):
         """Return the sizes of the network."""
 
     def empty_model(self, parts: Any) -> Any:
-        """Return the model on the meta device. A family without `read_model` cannot be sharded and needs neither."""
+        """Return the model in evaluation mode on the meta device, without memory for its weights."""
 
-    def load_model(self, source: str | Path, parts: Any, device: str | torch.device = "cpu") -> Any:
-        """Return the model with the weights of `source`."""
+    def fill_model(self, model: Any, folder: Path) -> None:
+        """Copy the weights of a checkpoint into a model, in place, including its value head if it has one.
+
+        Raises:
+            DataError: a weight is missing, unknown, or has another shape.
+        """
 
     def read_model(self, source: str | Path, parts: Any) -> tuple[Any, dict[str, Tensor]]:
-        """Return the model on the meta device, and separately its weights."""
+        """Return the model on the meta device, and separately its weights.
+
+        A family without this function cannot be sharded.
+        """
 
     def save_policy(self, folder: Path, parts: Any, weights: Mapping[str, Tensor]) -> Path:
         """Write a self-contained checkpoint."""
@@ -91,12 +99,15 @@ class PolicyFamily(Protocol):
         """Return the plan of sampling for a policy's settings and the checkpoint's configuration."""
 
     def player(
-        self, model: Any, processor: Any, settings: RobotPolicySettings, mode: InferenceMode, rows: int
-    ) -> FlowPolicy:
-        """Return the policy that predicts with a model."""
-
-    def open_policy(self, source: Path, mode: InferenceMode, rows: int, **options: Any) -> FlowPolicy:
-        """Load the policy of an artifact or a checkpoint for inference."""
+        self,
+        model: Any,
+        processor: Any,
+        settings: RobotPolicySettings,
+        mode: InferenceMode,
+        rows: int,
+        refuse_undecoded: bool = False,
+    ) -> Any:
+        """Return the `FlowPolicy` that predicts with a model."""
 
 
 def family(name: str) -> PolicyFamily:
@@ -113,6 +124,35 @@ def family_at(source: Path) -> PolicyFamily:
     saved = read_settings(source) or read_settings(source / CHECKPOINT)
     saved = saved or read_settings(locate(source, kind=POLICY_WITHOUT_WEIGHTS))
     return family(saved.family if saved is not None else "molmoact2")
+
+
+def refuse_sharding(name: str, processes: TrainerProcesses) -> None:
+    """Check that a family's model can be sharded, if these processes of a training shard it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if processes.sharding is not None and not hasattr(family(name), "read_model"):
+        raise ConfigurationError(
+            f"a policy of the family {name} cannot be sharded over GPUs",
+            code="sharding_unsupported",
+            where="machine.trainer.sharding",
+            remedy='set it to "none": each GPU then holds the whole policy',
+        )
+
+
+def load_model(source: str | Path, parts: CheckpointParts, device: str | torch.device = "cpu") -> Any:
+    """Return the model of `parts` with the weights of the checkpoint `source`, in evaluation mode.
+
+    Weights are read one by one, so at most one tensor is in memory besides the model.
+
+    Raises:
+        DataError: a weight is missing, unknown, or has another shape.
+    """
+    kind = family(parts.settings.family)
+    model = kind.empty_model(parts).to_empty(device=device)
+    kind.fill_model(model, locate(source, parts.settings.revision, POLICY))
+    return model
 
 
 def export_lerobot(source: Path, out: Path, base: str | None) -> None:

@@ -1,23 +1,100 @@
-"""Checks of observations and actions before a family's processor encodes them, and encoding in threads."""
+"""Processors: checks of observations and actions before a family encodes them, and encoding in threads."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.machine import available_cpus
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
+from armature.components.robots.policies.settings import RobotPolicySettings
 
+_TOKENIZER_LOCK = Lock()  # a fast tokenizer raises if two threads use it
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class ModelProcessor(ABC):
+    """Encodes observations of one robot, and decodes predictions into its actions.
+
+    cameras: camera keys in the model's order. chunk: number of actions in the robot's data and predictions.
+    horizon: number of actions of an example.
+    """
+
+    def __init__(
+        self, config: Any, tokenizer: Any, settings: RobotPolicySettings, robot: RobotMetadata, gripper: bool = True
+    ) -> None:
+        """
+        Args:
+            tokenizer: The checkpoint's tokenizer, a transformers fast tokenizer.
+            gripper: Normalize the gripper's dimension like the others.
+
+        Raises:
+            ConfigurationError: the robot's statistics do not fit the normalization.
+        """
+        self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
+        self.chunk = self.horizon = settings.chunk_size
+        self.cameras = settings.image_keys or robot.camera_keys
+        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
+        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
+
+    @property
+    def state_dimensions(self) -> int:
+        """Number of dimensions of a state."""
+        return self.state.dimensions
+
+    @property
+    def action_dimensions(self) -> int:
+        """Number of dimensions of an action."""
+        return self.action.dimensions
+
+    @abstractmethod
+    def encode(
+        self,
+        observation: RobotObservation,
+        actions: ArrayLike | None = None,
+        padding: ArrayLike | None = None,
+        where: str = "",
+    ) -> Any:
+        """Encode an observation, and for training the actions that followed it.
+
+        Args:
+            actions: (chunk, dimensions) in the dataset's units; None at inference.
+            padding: (chunk,) True for steps after the end of the episode.
+            where: Dataset, episode and frame, for error messages.
+
+        Raises:
+            DataError: a camera is missing, a shape is wrong, a number is not finite, or the example is too long.
+        """
+
+    @abstractmethod
+    def batch(self, examples: Sequence[Any], rows: Sequence[Sequence[int]] | None, multiple: int) -> Any:
+        """Make a `ModelBatch` with one example in each row, or with the examples whose indices `rows` lists.
+
+        Rows are padded to a multiple of `multiple`, as the family counts it.
+        """
+
+    def decode(self, actions: ArrayLike) -> Floats:
+        """Convert normalized actions (..., T, D) to float32 (..., chunk, dimensions) in the dataset's units.
+
+        T is at least `chunk` and D at least `action_dimensions`; padding beyond both is cut off.
+        """
+        return self.action.restore(np.asarray(actions)[..., : self.chunk, : self.action_dimensions])
+
+    def token_ids(self, text: str, **options: Any) -> NDArray[np.int64]:
+        """Return the token ids of a text; `options` are the tokenizer's."""
+        with _TOKENIZER_LOCK:
+            return np.array(self.tokenizer(text, **options)["input_ids"], np.int64)
 
 
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -48,6 +125,21 @@ def require_robot(robot: RobotMetadata | None, where: Path) -> RobotMetadata:
             "norm_stats.json",
         )
     return robot
+
+
+def require_cameras(cameras: Sequence[str]) -> None:
+    """Check that there are cameras.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if not cameras:
+        raise ConfigurationError(
+            "the policy has no cameras",
+            code="cameras_missing",
+            where="policy.image_keys",
+            remedy="set it to the cameras in the policy's order",
+        )
 
 
 def refuse_small_model(*needs: tuple[str, int, int]) -> None:
@@ -85,16 +177,26 @@ def camera_images(observation: RobotObservation, cameras: Sequence[str], where: 
     return [observation.images[camera] for camera in cameras]
 
 
-def normalized_state(observation: RobotObservation, normalizer: Normalizer, where: str) -> Floats:
+def normalized_state(observation: RobotObservation, normalizer: Normalizer, where: str, finite: bool = False) -> Floats:
     """Return the normalized state, (dimensions,).
 
+    Args:
+        finite: Refuse a state with a number that is not finite.
+
     Raises:
-        DataError: the state has another shape.
+        DataError: the state has another shape, or is not finite.
     """
     state = normalizer.normalize(observation.state, where)
     if state.ndim != 1:
         raise DataError(
             f"the state has the shape {state.shape}, not one dimension", code="dimensions_mismatch", where=where
+        )
+    if finite and not np.isfinite(state).all():
+        raise DataError(
+            f"state {normalizer.names[int(np.argmin(np.isfinite(state)))]!r} is not finite",
+            code="observation_not_finite",
+            where=where,
+            remedy="correct the frame, or leave out its episode",
         )
     return state
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from armature.components.models.context_parallel import to_device
 from armature.components.robots.policies.flow import FlowConfig, FlowSamples
-from armature.components.robots.policies.norm_stats import Floats, Normalizer
 from armature.components.robots.policies.settings import RobotPolicySettings, Semantics
 
 Precision = Literal["float32", "bfloat16"]
@@ -51,6 +52,21 @@ class PolicyLosses(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ModelExample:
+    """An encoded observation, for training with the actions that followed it. Each family has its own arrays.
+
+    input_ids: token ids without padding, (L,) int64.
+    """
+
+    input_ids: NDArray[np.int64]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
 class ModelBatch(ABC):
     """Encoded examples of one forward pass. Each family has its own tensors beside these.
 
@@ -67,9 +83,9 @@ class ModelBatch(ABC):
     weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
-    @abstractmethod
     def examples(self) -> int:
-        """Number of examples, E."""
+        """Number of examples, E: one in each row, unless the family packs several."""
+        return len(self.input_ids)
 
     @property
     @abstractmethod
@@ -114,32 +130,6 @@ class ModelShape(NamedTuple):
     image_tokens: int
     text_tokens: int
     state_in_vlm: bool = False
-
-
-class ModelProcessor(Protocol):
-    """Encodes observations of one robot, and decodes predictions into its actions.
-
-    cameras: camera keys in the model's order. horizon: number of actions of an example.
-    """
-
-    config: Any
-    settings: RobotPolicySettings
-    cameras: tuple[str, ...]
-    horizon: int
-    action: Normalizer
-
-    @property
-    def action_dimensions(self) -> int:
-        """Number of dimensions of the robot's actions."""
-
-    def encode(self, observation: Any, actions: Any = None, padding: Any = None, where: str = "") -> Any:
-        """Return the example of an observation, and for training of the actions that followed it."""
-
-    def batch(self, examples: Sequence[Any], rows: Sequence[Sequence[int]] | None, multiple: int) -> Any:
-        """Make a `ModelBatch` with one example in each row, or with the examples whose indices `rows` lists."""
-
-    def decode(self, chunks: Floats) -> Floats:
-        """Return actions (N, T, dimensions) in the dataset's units from predictions (N, T, max_action_dim)."""
 
 
 class SamplingPlan(Protocol):
@@ -275,6 +265,13 @@ class PolicyModel(nn.Module, ABC):
 
     def checkpoint_gradients(self, active: bool) -> None:
         """Turn activation checkpointing in training on or off."""
+
+    def cast_for_inference(self) -> None:
+        """Cast weights once, as autocast does at every use, if that makes predictions faster."""
+
+    def quantize_text(self, where: str) -> None:
+        """Compute the matrix products of the text layers in FP8 from now on, without gradients."""
+        raise NotImplementedError("this family has no FP8 layers, which its settings refuse")
 
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
         """Compile the layers at their first call."""

@@ -13,12 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.contracts.robots import PreviousActions, RobotObservation
+from armature.components.robots.policies.family import family, family_at, load_model
 from armature.components.robots.policies.flow import prefix_weights
 from armature.components.robots.policies.inputs import in_threads
 from armature.components.robots.policies.norm_stats import Floats
 from armature.components.robots.policies.sampling import FlowSampler, ScoredChunks
-from armature.components.robots.policies.settings import InferenceMode, RobotPolicySettings
+from armature.components.robots.policies.settings import InferenceMode, Quantization, RobotPolicySettings
 from armature.components.robots.policies.source import refuse_short_chunk
 
 
@@ -88,7 +90,7 @@ class FlowPolicy(ABC):
     undecoded: number of predictions whose action tokens were invalid. A family without action tokens has none.
     """
 
-    FACTS: tuple[str, ...] = ("chunk_size", "dtype")
+    FACTS: tuple[str, ...] = ("family", "chunk_size", "dtype")
     """Settings that describe a policy of the family."""
 
     def __init__(
@@ -110,7 +112,13 @@ class FlowPolicy(ABC):
         Raises:
             ConfigurationError: the policy was not trained for `mode`, or executes more actions than it predicts.
         """
-        self._refuse(settings, mode)
+        if settings.action_mode not in (mode, "both"):
+            raise ConfigurationError(
+                f"the policy was trained for {settings.action_mode} actions and cannot predict {mode} ones",
+                code="action_mode_mismatch",
+                where="inference_action_mode",
+                remedy=f"set inference_action_mode = {settings.action_mode!r}",
+            )
         refuse_short_chunk(settings)
         self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
         self.undecoded = 0
@@ -119,20 +127,16 @@ class FlowPolicy(ABC):
         self._sampler = self._make_sampler(model, rows)
 
     @abstractmethod
-    def _refuse(self, settings: RobotPolicySettings, mode: InferenceMode) -> None:
-        """Raise ConfigurationError if the policy cannot predict in `mode`."""
-
-    @abstractmethod
     def _make_sampler(self, model: Any, rows: int) -> FlowSampler[Any, Any]:
         """Return the sampler of the family's model."""
 
-    @abstractmethod
     def load_weights(self, checkpoint: Path) -> None:
         """Load the weights of another checkpoint of the same policy, including the value head's if there is one here.
 
         Raises:
             DataError: a weight is missing, unknown, or has another shape.
         """
+        family(self._settings.family).fill_model(self._sampler.model, checkpoint)
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -267,6 +271,48 @@ class FlowPolicy(ABC):
             )
             for row in range(len(actions))
         ]
+
+
+def open_flow_policy(
+    source: Path,
+    mode: InferenceMode,
+    rows: int,
+    torch_compile: bool = False,
+    quantization: Quantization | None = None,
+    refuse_undecoded: bool = False,
+    **changes: Unpack[InferenceChanges],
+) -> FlowPolicy:
+    """Load the policy of an artifact or a checkpoint for inference, on the GPU if there is one.
+
+    Args:
+        mode, rows, refuse_undecoded: See `FlowPolicy`.
+        torch_compile: Compile the layers; see `PolicyModel.compile_layers`.
+        quantization: Compute the text layers in 8 bits; see `PolicyModel.quantize_text`.
+        changes: Settings in place of the policy's own.
+
+    Raises:
+        ConfigurationError: the policy cannot act with these settings.
+        DataError: the checkpoint is incomplete.
+    """
+    kind = family_at(source)
+    parts = kind.load_parts(source)
+    asked: dict[str, Any] = {"torch_compile": torch_compile, "quantization": quantization}
+    asked["image_attention_at_inference"] = changes.get("image_attention")
+    if parts.settings.family != "molmoact2" and (unsupported := [name for name, value in asked.items() if value]):
+        raise ConfigurationError(
+            f"a policy of the family {parts.settings.family} does not support {', '.join(unsupported)}",
+            code="policy_setting_unsupported",
+            where=", ".join(f"evaluation.{name}" for name in unsupported),
+            remedy="leave it out",
+        )
+    model = load_model(source, parts, "cuda" if torch.cuda.is_available() else "cpu")
+    model.cast_for_inference()
+    if quantization is not None:
+        model.quantize_text("quantization")
+    if torch_compile:
+        model.compile_layers(dynamic=False)
+    settings = changed(parts.settings, changes)
+    return kind.player(model, parts.processor(), settings, mode, rows, refuse_undecoded)
 
 
 def changed(settings: RobotPolicySettings, changes: InferenceChanges) -> RobotPolicySettings:

@@ -80,6 +80,16 @@ class TinyPolicySettings(Settings):
     """Standard deviation of the vision tower's weights."""
 
     @property
+    def vision_config(self) -> dict[str, int]:
+        """Sizes of the vision tower under the names of a configuration."""
+        return {
+            "hidden_size": self.vision_hidden_size,
+            "intermediate_size": self.vision_intermediate_size,
+            "num_hidden_layers": self.vision_layers,
+            "num_attention_heads": self.vision_heads,
+        }
+
+    @property
     def text_config(self) -> dict[str, int]:
         """Sizes of the language model under the names of a configuration."""
         return {

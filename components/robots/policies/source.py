@@ -16,7 +16,7 @@ from armature.components.machine.project import project_source
 from armature.components.models.source import CHECKPOINT, CheckpointKind, locate
 from armature.components.robots.policies.settings import RobotPolicySettings
 
-POLICY_FILE = "policy.json"
+CONFIG, POLICY_FILE = "config.json", "policy.json"
 POLICY = CheckpointKind(
     name="policy",
     content=frozenset({".json", ".jinja", ".txt", ".safetensors"}),

@@ -115,6 +115,19 @@ def _refuse(what: str, names: list[str], where: str = "") -> None:
         )
 
 
+@torch.no_grad()
+def copy_weights(folder: Path, into: Mapping[str, Tensor], single: str = SINGLE) -> None:
+    """Copy the weights of a checkpoint into tensors, which are given by the names that the weights are stored under.
+
+    Raises:
+        DataError: a weight is missing, unknown, or has another shape.
+    """
+    with TensorFiles(folder, single) as files:
+        refuse_others(into, files, str(folder / single))
+        for name, tensor in into.items():
+            tensor.copy_(files[name])
+
+
 # --- The value head, which has a file of its own because only further training needs it ---
 
 
@@ -124,17 +137,12 @@ def save_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
         save_file(head, folder / VALUE_HEAD_FILE)
 
 
-@torch.no_grad()
 def load_value_head(model: PolicyModel, folder: Path) -> None:
     """Copy the value head in `folder` into the model's, if the model has one.
 
     Raises:
         DataError: a weight is missing, unknown, or has another shape.
     """
-    if model.value_head is None:
-        return
-    state = {VALUE_HEAD + name: tensor for name, tensor in model.value_head.state_dict().items()}
-    with TensorFiles(folder, VALUE_HEAD_FILE) as files:
-        refuse_others(state, files, str(folder / VALUE_HEAD_FILE))
-        for name, tensor in state.items():
-            tensor.copy_(files[name])
+    if model.value_head is not None:
+        state = {VALUE_HEAD + name: tensor for name, tensor in model.value_head.state_dict().items()}
+        copy_weights(folder, state, VALUE_HEAD_FILE)

@@ -22,8 +22,8 @@ from armature.components.contracts.images import ImageRef
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.data import arranged
 from armature.components.robots.imitation.settings import PackingSettings
-from armature.components.robots.policies.inputs import in_threads
-from armature.components.robots.policies.model import ModelProcessor, denoising_steps
+from armature.components.robots.policies.inputs import ModelProcessor, in_threads
+from armature.components.robots.policies.model import denoising_steps
 from armature.components.robots.policies.settings import InferenceMode
 from armature.components.robots.rl.table import ActionChunkSample, Floats
 

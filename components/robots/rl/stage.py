@@ -41,7 +41,7 @@ def train_vla_rl(
     from armature.components.robots.evaluation.schedule import refuse_episodes
     from armature.components.robots.evaluation.stage import open_simulators
     from armature.components.robots.libero.tasks import suite_tasks
-    from armature.components.robots.policies.family import family_at
+    from armature.components.robots.policies.player import open_flow_policy
     from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
     from armature.components.robots.rl.collect import Collector
     from armature.components.robots.rl.heldout import RobotEvaluations
@@ -53,7 +53,7 @@ def train_vla_rl(
     refuse_groups(plan, settings.simulator)
     if settings.evaluation is not None:
         refuse_episodes(settings.evaluation, settings.simulator)
-    policy = family_at(inputs["policy"].path).open_policy(
+    policy = open_flow_policy(
         inputs["policy"].path,
         plan.inference_action_mode,
         rows=plan.rows_per_pass,

@@ -13,11 +13,11 @@ from armature.components.robots.imitation.data import PolicyMicroBatch
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import prepare
 from armature.components.robots.imitation.settings import VLATrainerSettings
-from armature.components.robots.policies.family import family
+from armature.components.robots.policies.family import family, load_model
 from armature.components.robots.policies.flow import FlowSamples
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.smolvla.checkpoint import load_model, load_parts, save_policy
-from armature.components.robots.policies.smolvla.policy import open_policy
+from armature.components.robots.policies.smolvla.checkpoint import load_parts, save_policy
 
 from . import conftest
 from .test_external import CAMERAS, SEEDS, TASKS
@@ -58,7 +58,7 @@ def test_actions_equal_select_action_also_after_saving(saved, seen, tmp_path):
     folder, expected = saved
     parts = load_parts(folder, SETTINGS.model_copy(update={"path": str(folder)}))
     save_policy(tmp_path / "checkpoint", parts, load_model(folder, parts).state_dict())
-    policy = open_policy(tmp_path, "continuous", rows=1)
+    policy = open_flow_policy(tmp_path, "continuous", rows=1)
     chunks = policy.predict(observations(seen), SEEDS)
     np.testing.assert_allclose(chunks, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     assert policy.predict(observations(seen)[1:2], SEEDS[1:2])[0].tobytes() == chunks[1].tobytes()

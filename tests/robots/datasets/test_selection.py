@@ -109,6 +109,17 @@ def source(root, **settings):
     return _source(open_dataset(root), SourceSettings(path=str(root), tag="robot", **settings))
 
 
+def made_dataset(root, tmp_path, **settings):
+    """Run the stage `dataset`, with which a recipe opens it before anything is computed."""
+    given = {"path": str(root), "tag": "robot"} | settings
+    return run_stage(
+        "dataset",
+        pinned(DatasetSettings.model_validate({"sources": [given]})),
+        {},
+        make_machine(store=tmp_path / "store"),
+    )
+
+
 def indices(mixture, positions):
     return [int(mixture[position].observation.state[0]) for position in positions]
 
@@ -174,6 +185,30 @@ def test_invalid_weights_of_frames_that_are_not_chosen_do_not_matter(dataset) ->
         assert mixture.frames == LENGTHS[2] and mixture[0].weight == 1.5
 
 
+@pytest.fixture
+def unknown_elsewhere(dataset):
+    """Give the dataset weights that are not numbers outside of the task "open"."""
+    for path in dataset.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        if TASKS[table["episode_index"][0].as_py()] != "open":
+            column = pa.array(np.full(len(table), np.nan))
+            pq.write_table(table.set_column(table.column_names.index("advantage"), "advantage", column), path)
+    return dataset
+
+
+def test_weights_that_are_not_numbers_matter_only_in_chosen_frames(unknown_elsewhere, tmp_path) -> None:
+    chosen = {"frame_weights": "advantage", "tasks": ("open",)}
+    mixture = Mixture([source(unknown_elsewhere, **chosen)], 2, 0)
+    assert mixture.frames == LENGTHS[2] and mixture[0].weight == 1.5
+    made = made_dataset(unknown_elsewhere, tmp_path, **chosen)
+    measured = run_stage(
+        "quantile-stats", QuantileStatsSettings(), {"dataset": made}, make_machine(store=tmp_path / "store")
+    )
+    assert "advantage" not in json.loads((measured.path / "stats.json").read_text())
+    with refused("invalid_frame_weight", kind=DataError):
+        made_dataset(unknown_elsewhere, tmp_path, frame_weights="advantage")
+
+
 def test_subtask_is_the_latest_one_that_has_begun(dataset) -> None:
     annotate(dataset, SPOKEN)
     mixture = Mixture([source(dataset, prompt="subtask", episodes=(0, 1))], 2, 0)
@@ -183,7 +218,7 @@ def test_subtask_is_the_latest_one_that_has_begun(dataset) -> None:
     assert [tasks.sample(place).observation.task for place in tasks.every()] == ["open"] * 7 + ["close"] * 5
 
 
-def test_frame_before_the_first_subtask_is_refused(dataset) -> None:
+def test_frame_before_the_first_subtask_is_refused(dataset, tmp_path) -> None:
     annotate(dataset, SPOKEN)
     mixture = Mixture([source(dataset, prompt="subtask", episodes=(2, 3))], 2, 0)
     places = list(mixture.every())
@@ -191,15 +226,28 @@ def test_frame_before_the_first_subtask_is_refused(dataset) -> None:
     for place in (places[1], places[6]):
         with refused("no_subtask", kind=DataError):
             mixture.sample(place)
+    for episodes in ((0, 2), (1, 3)):
+        with refused("no_subtask", f"episode {episodes[1]}, frame 0", kind=DataError):
+            made_dataset(dataset, tmp_path, prompt="subtask", episodes=episodes)
+
+
+def test_frames_without_a_subtask_do_not_matter_if_they_are_not_chosen(dataset, tmp_path) -> None:
+    annotate(dataset, SPOKEN)
+    chosen = {"prompt": "subtask", "frame_weights": "intervention", "episodes": (0, 1, 2)}  # from each frame 2 on
+    assert len(list(Mixture([source(dataset, **chosen)], 2, 0).every())) == sum(int(MARKED[k].sum()) for k in (0, 1, 2))
+    made_dataset(dataset, tmp_path, **chosen)
 
 
 @pytest.mark.parametrize("spoken", [[(0.0, "a"), (0.0, "b")], [(0.0, None)], [(0.0, "  ")], [(float("nan"), "a")]])
-def test_damaged_subtasks_are_refused(dataset, spoken) -> None:
+def test_damaged_subtasks_are_refused(dataset, tmp_path, spoken) -> None:
     annotate(dataset, SPOKEN | {0: spoken})
     mixture = Mixture([source(dataset, prompt="subtask")], 2, 0)
     with refused("invalid_subtask", kind=DataError):
         mixture.sample(mixture.nth(0))
     assert mixture.sample(mixture.nth(LENGTHS[0])).observation.task == "push"
+    with refused("invalid_subtask", kind=DataError):
+        made_dataset(dataset, tmp_path, prompt="subtask", episodes=(0, 1))
+    made_dataset(dataset, tmp_path, prompt="subtask", episodes=(1,))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from armature.components.robots.imitation.data import Encoder, UpdateDataset
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.opening import prepare, units
 from armature.components.robots.imitation.robots import RobotsByTag, robots_of
-from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model
+from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.training.ranks import Ranks
 from armature.components.training.sharding import sharder

@@ -15,12 +15,15 @@ from armature.components.robots.datasets.source import DatasetSource, open_sourc
 from armature.components.robots.imitation.data import Encoder
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.robots import robots_of
-from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from armature.components.robots.policies.family import load_model
+from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
+from armature.components.robots.policies.settings import RobotPolicySettings
 from tests.refusals import refused
 
 from .conftest import policy_settings
 from .settings import training_settings
+from .test_smolvla import POLICY
 
 
 @pytest.fixture
@@ -55,6 +58,13 @@ def test_loss_of_mixed_robots_is_the_mean_of_their_own_losses(
     together = learner.score([encoder.micro_batch(examples, range(8))])["loss"]
     alone = [learner.score([encoder.micro_batch([one], [seed])])["loss"] for seed, one in enumerate(examples)]
     assert together == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_family_without_join_refuses_several_robots(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
+) -> None:
+    with refused("robots_unsupported", "arm, slow"):
+        robots_of(inputs["policy"], RobotPolicySettings.model_validate(POLICY), sources, statistics)
 
 
 def test_policy_of_several_robots_needs_a_norm_tag(

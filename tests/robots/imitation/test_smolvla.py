@@ -13,14 +13,17 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from armature.components.configuration import load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.imitation.opening import open_model
 from armature.components.robots.imitation.settings import TrainVLASettings
-from armature.components.robots.policies.family import export_lerobot, family, family_at
+from armature.components.robots.policies.family import export_lerobot, family, family_at, load_model, refuse_sharding
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
+from tests.builders import make_machine
 from tests.refusals import refused
 
 from .conftest import CHUNK, TINY, make_job
@@ -71,7 +74,7 @@ def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mod
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and all(row["loss"] > 0 for row in rows[1:])
     assert rows[-1]["heldout/loss"] < rows[0]["heldout/loss"]
 
-    policy = family_at(tmp_path).open_policy(tmp_path, "continuous", rows=1)
+    policy = open_flow_policy(tmp_path, "continuous", rows=1)
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 24, 32, 3), dtype=np.uint8)
     seen = [
@@ -152,21 +155,30 @@ def test_rejects_weights_that_do_not_fit(start, damage, tmp_path):
     else:
         tensors["model.extra" if damage == "unknown" else "model.state_proj.bias"] = torch.zeros(3)
     save_file(tensors, tmp_path / "checkpoint/model.safetensors")
-    kind = family("smolvla")
     with refused("weights_mismatch"):
-        kind.load_model(tmp_path, kind.load_parts(tmp_path))
+        load_model(tmp_path, family("smolvla").load_parts(tmp_path))
 
 
 def test_rejects_what_it_cannot_do(start):
     with refused("action_mode_mismatch"):
         family("smolvla").player(None, None, RobotPolicySettings.model_validate(POLICY), "discrete", 1)
     with refused("policy_setting_unsupported"):
-        family("smolvla").open_policy(start["policy"], "continuous", 1, quantization="fp8")
+        open_flow_policy(start["policy"], "continuous", 1, quantization="fp8")
     with refused("normalization_statistics_missing"):
-        family("smolvla").open_policy(start["policy"], "continuous", 1)
+        open_flow_policy(start["policy"], "continuous", 1)
     with refused("sharding_unsupported"):
         parts = family("smolvla").load_parts(start["policy"])
         open_model(start["policy"], parts, print, TrainerProcesses(processes=2, sharding="full"), Ranks())
+
+
+@pytest.mark.parametrize("name", ["train-vla/smolvla-tiny", "train-vla-rl/smolvla-tiny"])
+def test_split_over_two_gpus_is_refused_before_any_stage(name):
+    machine = make_machine(trainer__gpus=(0, 1), trainer__processes=2)
+    recipe = load_recipe(name).values
+    with refused("sharding_unsupported", "machine.trainer.sharding"):
+        recipe.model_copy(update={"machine": machine}).refuse_ahead()
+    refuse_sharding("smolvla", TrainerProcesses.of(make_machine(machine, trainer__sharding="none")))
+    refuse_sharding("molmoact2", TrainerProcesses.of(machine))
 
 
 def test_rejects_a_robot_with_more_dimensions_than_the_model(start, tmp_path):

@@ -19,8 +19,7 @@ from armature.components.contracts.stages import Artifact
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.libero.progress import GoalProgress
-from armature.components.robots.policies.molmoact2.policy import open_policy
-from armature.components.robots.policies.player import FlowChunk, TokenChunk
+from armature.components.robots.policies.player import FlowChunk, TokenChunk, open_flow_policy
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.collect import CollectedEpisodes, Collector
 from armature.components.robots.rl.schedule import plan_step
@@ -58,7 +57,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def collect(folder: Path, start: Artifact, processes: list[Kitchen], **changes: object) -> CollectedEpisodes:
     plan = rollout_settings(noise_level=1.0, failed_fraction=0.9, **changes)
-    policy = open_policy(start.path, "continuous", rows=1)
+    policy = open_flow_policy(start.path, "continuous", rows=1)
     collector = Collector(plan, policy, processes, ImageStore(folder / "images"), lambda done, total: None)
     return collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
 
@@ -89,7 +88,7 @@ def test_failed_episodes_do_not_depend_on_batch_or_processes(tmp_path: Path, sta
 
 def test_too_many_failed_episodes_end_the_step_and_name_reasons(tmp_path: Path, start: Artifact) -> None:
     plan = rollout_settings(failed_fraction=0.3)
-    policy = open_policy(start.path, "continuous", rows=1)
+    policy = open_flow_policy(start.path, "continuous", rows=1)
     collector = Collector(plan, policy, [Fragile(-9.0)], ImageStore(tmp_path), lambda done, total: None)
     with refused("too_many_episodes_failed", "3 of 8", "3 environment_error", "took the process along"):
         collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=False)
@@ -177,7 +176,7 @@ class Dizzy:
     rows_per_pass = 1
 
     def __init__(self, start: Artifact, **changes: object) -> None:
-        self._inner, self._changes = open_policy(start.path, "continuous", rows=1), changes
+        self._inner, self._changes = open_flow_policy(start.path, "continuous", rows=1), changes
 
     def prepared(self, observation: RobotObservation) -> RobotObservation:
         return self._inner.prepared(observation)

@@ -14,10 +14,10 @@ import torch
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.errors import DataError
+from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
     LoadedPolicy,
     fill_model,
-    load_model,
     save_policy,
 )
 from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy

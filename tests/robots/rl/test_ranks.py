@@ -22,7 +22,7 @@ from armature.components.contracts.machine import Machine
 from armature.components.robots.imitation.opening import GROUPS
 from armature.components.robots.policies.molmoact2 import policy as policies
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import save_policy
-from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.rl.batch import build_batch
 from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
 from armature.components.robots.rl.collect import Collector
@@ -77,7 +77,7 @@ def write_batches(folder: Path, mode: Mode) -> Path:
     else:
         loaded = spoken(folder / "policy")
         save_policy(folder / "policy/checkpoint", loaded.parts, loaded.model.state_dict())
-    policy, plan = open_policy(folder / "policy", mode, rows=1), rollout_settings(inference_action_mode=mode)
+    policy, plan = open_flow_policy(folder / "policy", mode, rows=1), rollout_settings(inference_action_mode=mode)
     policy.add_value_head(0)
     collector = Collector(plan, policy, [Kitchen()], ImageStore(folder / "images"), lambda done, total: None)
     with pytest.MonkeyPatch.context() as patch:

@@ -18,8 +18,8 @@ from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact, StageContext, not_sent
 from armature.components.robots.evaluation.settings import TrainLiberoEvaluationSettings
 from armature.components.robots.libero.settings import SimulatorSettings
-from armature.components.robots.policies.family import family_at
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.rl.client import RobotRLTrainerClient, RobotRLTraining
 from armature.components.robots.rl.collect import Collector
 from armature.components.robots.rl.heldout import RobotEvaluations
@@ -100,7 +100,7 @@ def train(folder: Path, start: Artifact, processes: Sequence[Kitchen], settings:
         trainer=settings.trainer, rollouts=settings.rollouts, policy=start.path, images=store.images, fingerprint="f"
     )
     mode = settings.rollouts.inference_action_mode
-    policy = family_at(start.path).open_policy(start.path, mode, rows=1, quantization=settings.rollouts.quantization)
+    policy = open_flow_policy(start.path, mode, rows=1, quantization=settings.rollouts.quantization)
     collector = Collector(settings.rollouts, policy, processes, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
     evaluations = None

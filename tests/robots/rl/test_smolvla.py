@@ -18,10 +18,11 @@ from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.stages import Artifact
 from armature.components.robots.imitation.opening import prepare
-from armature.components.robots.policies.family import family
+from armature.components.robots.policies.family import family, load_model
 from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.rl.chunk_learner import Update
 from armature.components.robots.rl.learner import RobotRLLearner
@@ -52,7 +53,7 @@ def write_policy(folder: Path) -> None:
     KIND.make_tiny_policy(folder / "made", settings)
     robot = RobotMetadata(camera_keys=released.CAMERAS, state_stats=state, action_stats=action)
     parts = KIND.load_parts(folder / "made", settings, robot)
-    model = KIND.load_model(folder / "made", parts)
+    model = load_model(folder / "made", parts)
     KIND.save_policy(folder / "checkpoint", parts, model.state_dict())
 
 
@@ -66,7 +67,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(start: Path) -> LoadedPolicy:
     parts = KIND.load_parts(start)
-    return LoadedPolicy(KIND.load_model(start, parts), parts)
+    return LoadedPolicy(load_model(start, parts), parts)
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +201,11 @@ def test_resumed_run_with_a_value_head_equals_an_uninterrupted_one(start: Path, 
     after = load_file(tmp_path / "whole/checkpoint/model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed and not any(".vlm." in name for name in changed)
-    model = KIND.load_model(tmp_path / "whole/checkpoint", KIND.load_parts(tmp_path / "whole/checkpoint"))
+    model = load_model(tmp_path / "whole/checkpoint", KIND.load_parts(tmp_path / "whole/checkpoint"))
     model.add_value_head(1)
     (tmp_path / "whole/checkpoint/value_head.safetensors").unlink()
     with pytest.raises(DataError):
-        policy = KIND.open_policy(tmp_path / "whole/checkpoint", "continuous", rows=1)
+        policy = open_flow_policy(tmp_path / "whole/checkpoint", "continuous", rows=1)
         policy.add_value_head(1)
         policy.load_weights(tmp_path / "whole/checkpoint")
 

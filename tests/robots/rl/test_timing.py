@@ -9,7 +9,7 @@ import pytest
 
 from armature.components.artifacts.images import ImageStore
 from armature.components.machine.workers.channel import WorkerError
-from armature.components.robots.policies.molmoact2.policy import open_policy
+from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.rl.collect import Collector, PlayTimes, TimedSimulators
 from armature.components.robots.rl.schedule import plan_step
 from tests.robots.evaluation.playground import TASKS
@@ -21,7 +21,7 @@ def test_rollout_times_and_counts_are_reported(tmp_path: Path) -> None:
     row."""
     calm_policy(tmp_path)
     settings, images = rollout_settings(), ImageStore(tmp_path / "images")
-    collector = Collector(settings, open_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
+    collector = Collector(settings, open_flow_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
     groups = plan_step(settings, TASKS, 1)
     answers = collector.collect(groups, 1, 0, bootstrap=False).answers
     times, tasks = collector.times.since(), len({group[0].task for group in groups})

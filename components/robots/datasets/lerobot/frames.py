@@ -15,7 +15,7 @@ import pyarrow as pa
 from armature.components.artifacts.cache import DownloadCache, make_once
 from armature.components.contracts.errors import DataError
 from armature.components.robots.datasets.lerobot.episodes import EpisodeRange
-from armature.components.robots.datasets.lerobot.language import Subtasks, read_subtasks
+from armature.components.robots.datasets.lerobot.language import Subtasks, read_subtasks, subtask_at
 from armature.components.robots.datasets.lerobot.layout import VIDEO
 from armature.components.robots.datasets.lerobot.reader import Dataset, window
 from armature.components.robots.datasets.lerobot.video import VideoReaders
@@ -134,20 +134,12 @@ class FrameReader:
         """Return the text of the subtask that is active at a frame.
 
         Raises:
-            ConfigurationError: the dataset has no subtasks.
             DataError: none is active at the frame, or the episode's subtasks are damaged.
         """
         if episode.index not in self._subtasks:
             self._subtasks[episode.index] = read_subtasks(self.dataset, episode)
         time = float(self.numbers("timestamp", episode, np.array([frame]))[0, 0])
-        if (text := self._subtasks[episode.index].at(time)) is None:
-            raise DataError(
-                f"no subtask is active at {time:.9g} s",
-                code="no_subtask",
-                where=f"{self.dataset.files}, episode {episode.index}, frame {frame}",
-                remedy='annotate the episode from its beginning, leave it out (episodes), or set prompt = "task"',
-            )
-        return text
+        return subtask_at(self._subtasks[episode.index], time, self.dataset, episode, frame)
 
     def _column(self, name: str, episode: EpisodeRange) -> Any:
         """Return a column of the whole data file: an array (rows, width) of numbers, or Arrow cells with images."""

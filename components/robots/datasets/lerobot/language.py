@@ -13,6 +13,7 @@ import numpy as np
 from armature.components.contracts.errors import DataError
 from armature.components.robots.datasets.lerobot.episodes import EpisodeRange
 from armature.components.robots.datasets.lerobot.reader import Dataset
+from armature.components.robots.datasets.quantiles import Array
 
 PERSISTENT, SUBTASK = "language_persistent", "subtask"
 
@@ -40,11 +41,46 @@ def read_subtasks(dataset: Dataset, episode: EpisodeRange) -> Subtasks:
     """Read the subtasks of an episode.
 
     Raises:
-        ConfigurationError: the dataset has no column language_persistent.
         DataError: a text or a time is missing, or two subtasks begin at the same time.
     """
-    dataset.feature(PERSISTENT)
-    cell = dataset.table(episode, [PERSISTENT])[PERSISTENT][0].as_py()
+    return _subtasks(dataset.table(episode, [PERSISTENT])[PERSISTENT][0].as_py(), dataset, episode)
+
+
+def subtask_at(subtasks: Subtasks, time: float, dataset: Dataset, episode: EpisodeRange, frame: int) -> str:
+    """Return the text of the subtask that is active at a frame and its time.
+
+    Raises:
+        DataError: no subtask has begun.
+    """
+    if (text := subtasks.at(time)) is None:
+        raise DataError(
+            f"no subtask is active at {time:.9g} s",
+            code="no_subtask",
+            where=f"{dataset.files}, episode {episode.index}, frame {frame}",
+            remedy='annotate the episode from its beginning, leave it out (episodes), or set prompt = "task"',
+        )
+    return text
+
+
+def check_subtasks(dataset: Dataset, frames: Array) -> None:
+    """Check that a subtask is active at these ascending frames of the dataset. Each data file is read once.
+
+    Raises:
+        DataError: no subtask has begun at a frame, or an episode's subtasks are damaged.
+    """
+    file, first, table = None, dataset.episodes[0], None
+    for number in frames.tolist():
+        episode = dataset.episode_at(number)
+        if table is None or file != (episode.chunk, episode.file):
+            file = (episode.chunk, episode.file)
+            first, last = dataset.episodes.in_file(*file)
+            table = dataset.table(first, [PERSISTENT], last)
+        row = number - first.start
+        subtasks = _subtasks(table[PERSISTENT][row].as_py(), dataset, episode)
+        subtask_at(subtasks, table["timestamp"][row].as_py(), dataset, episode, number - episode.start)
+
+
+def _subtasks(cell: list[dict[str, Any]] | None, dataset: Dataset, episode: EpisodeRange) -> Subtasks:
     timed = [_timed(row) for row in cell or () if row.get("style") == SUBTASK]
     if None in timed or len({time for time, _ in filter(None, timed)}) < len(timed):
         raise DataError(

@@ -100,6 +100,13 @@ def read_stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path)
     return FeatureNormStats(**values, names=tuple(names) if isinstance(names, list) else None)
 
 
+def normalizer_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the normalizer before a model and of the unnormalizer after it, from its config.json."""
+    inputs, outputs = config["input_features"], config["output_features"]
+    common = {"eps": 1e-8, "norm_map": config["normalization_mapping"]}
+    return common | {"features": inputs | outputs}, common | {"features": outputs}
+
+
 def write_steps(
     folder: Path, before: Sequence[Step], after: Sequence[Step], robot: RobotMetadata, left_out: frozenset[str]
 ) -> None:

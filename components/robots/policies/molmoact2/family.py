@@ -10,27 +10,26 @@ from armature.components.robots.policies.model import ModelShape
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
     empty_model,
     export_lerobot,
-    load_model,
+    fill_model,
     read_model,
     save_policy,
 )
-from armature.components.robots.policies.molmoact2.checkpoints.parts import CONFIG, PolicyParts, load_parts
+from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
 from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy, tiny_config
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan, LossPlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.norm_stats import norm_stats
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import config_folder, read_json
+from armature.components.robots.policies.source import CONFIG, config_folder, read_json
 
 __all__ = [
     "empty_model",
     "export_lerobot",
-    "load_model",
+    "fill_model",
     "load_parts",
     "make_tiny_policy",
-    "open_policy",
     "read_model",
     "save_policy",
 ]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
-import torch
 
-from armature.components.contracts.errors import ConfigurationError, ServerError
+from armature.components.contracts.errors import ServerError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.inputs import in_threads
-from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
 from armature.components.robots.policies.molmoact2.modeling.losses import InferencePlan
 from armature.components.robots.policies.molmoact2.modeling.model import MolmoAct2
 from armature.components.robots.policies.molmoact2.sampling import Sampler
 from armature.components.robots.policies.norm_stats import Floats
-from armature.components.robots.policies.player import FlowPolicy, InferenceChanges, TokenChunk, changed
-from armature.components.robots.policies.settings import InferenceMode, Quantization, RobotPolicySettings
+from armature.components.robots.policies.player import FlowPolicy, TokenChunk
 
 TOKENS_PER_ACTION = 16
 """Largest number of generated tokens for each action of a chunk; the same limit as in LeRobot."""
@@ -32,10 +28,12 @@ class MolmoAct2Policy(FlowPolicy):
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
+        >>> from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy
         >>> from armature.components.robots.policies.molmoact2.checkpoints.tiny import make_tiny_policy
         >>> from armature.components.robots.policies.norm_stats import (
         ...     FeatureNormStats, RobotMetadata)
-        >>> from armature.components.robots.policies.settings import TinyPolicySettings
+        >>> from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
         >>> stats = FeatureNormStats(min=(0, 0), max=(1, 1), q01=(0, 0), q99=(1, 1), names=("x", "y"))
         >>> robot = RobotMetadata(action_stats=stats, state_stats=stats)
         >>> settings = RobotPolicySettings(tiny=TinyPolicySettings(), chunk_size=10, n_action_steps=5)
@@ -49,15 +47,6 @@ class MolmoAct2Policy(FlowPolicy):
 
     FACTS = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
     _sampler: Sampler
-
-    def _refuse(self, settings: RobotPolicySettings, mode: InferenceMode) -> None:
-        if settings.action_mode not in (mode, "both"):
-            raise ConfigurationError(
-                f"the policy was trained for {settings.action_mode} actions and cannot predict {mode} ones",
-                code="action_mode_mismatch",
-                where="inference_action_mode",
-                remedy=f"set inference_action_mode = {settings.action_mode!r}",
-            )
 
     def _make_sampler(self, model: MolmoAct2, rows: int) -> Sampler:
         settings, processor = self._settings, self._processor
@@ -100,10 +89,6 @@ class MolmoAct2Policy(FlowPolicy):
             for row, each in enumerate(sampled)
         ]
 
-    def load_weights(self, checkpoint: Path) -> None:
-        """Load the weights of another checkpoint; see `FlowPolicy.load_weights`."""
-        fill_model(self._sampler.model, checkpoint)
-
     def facts(self) -> dict[str, Any]:
         """Return the settings that describe this policy to a reader of logs, reports and the server's metadata."""
         more = {"quantization": self._sampler.model.quantization, "undecoded_answers": self.undecoded}
@@ -129,34 +114,3 @@ class MolmoAct2Policy(FlowPolicy):
         middle = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
         chunks = np.stack([middle if each.actions is None else each.actions for each in decoded])
         return chunks, [each.actions is not None for each in decoded]
-
-
-def open_policy(
-    source: Path,
-    mode: InferenceMode,
-    rows: int,
-    torch_compile: bool = False,
-    quantization: Quantization | None = None,
-    refuse_undecoded: bool = False,
-    **changes: Unpack[InferenceChanges],
-) -> MolmoAct2Policy:
-    """Load the policy of an artifact or a checkpoint for inference, on the GPU if there is one.
-
-    Args:
-        mode, rows, refuse_undecoded: See `MolmoAct2Policy`.
-        torch_compile: See `MolmoAct2.compile_layers`.
-        quantization: See `MolmoAct2.quantize_text`.
-        changes: Settings in place of the policy's own.
-
-    Raises:
-        ConfigurationError: the policy cannot act with these settings.
-        DataError: the checkpoint is incomplete.
-    """
-    loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
-    loaded.model.cast_for_inference()
-    if quantization is not None:
-        loaded.model.quantize_text("quantization")
-    if torch_compile:
-        loaded.model.compile_layers(dynamic=False)
-    settings = changed(loaded.settings, changes)
-    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)

@@ -12,17 +12,17 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, SmolVLMConfig
 
 from armature.components.artifacts.tensors import new_checkpoint_folder
 from armature.components.contracts.files import foreign
 from armature.components.models.source import locate
+from armature.components.models.tiny.tokenizer import BYTES, train_bpe
+from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.inputs import require_robot
 from armature.components.robots.policies.lerobot.processors import (
     BATCHING,
@@ -31,6 +31,7 @@ from armature.components.robots.policies.lerobot.processors import (
     RENAMING,
     Step,
     normalizations,
+    normalizer_settings,
     read_stats,
     read_steps,
     robot_features,
@@ -39,11 +40,11 @@ from armature.components.robots.policies.lerobot.processors import (
 )
 from armature.components.robots.policies.norm_stats import ACTION, STATE, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.smolvla.configuration import CONFIG, SmolVLAConfig
+from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 from armature.components.robots.policies.smolvla.model import SmolVLA
 from armature.components.robots.policies.smolvla.processor import SmolVLAProcessor
 from armature.components.robots.policies.source import (
-    POLICY,
+    CONFIG,
     POLICY_WITHOUT_WEIGHTS,
     first_settings,
     read_json,
@@ -54,9 +55,8 @@ from armature.components.robots.policies.source import (
 from armature.components.robots.policies.tensors import (
     SINGLE,
     VALUE_HEAD,
-    TensorFiles,
+    copy_weights,
     load_value_head,
-    refuse_others,
     save_value_head,
 )
 
@@ -95,8 +95,7 @@ class SmolVLAParts:
         robot = require_robot(self.robot, self.files)
         with foreign("the tokenizer cannot be read", where=str(self.files), remedy="use the VLM's own files"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.files, local_files_only=True)
-        pad_id = tokenizer.pad_token_id or 0
-        return SmolVLAProcessor(self.config, tokenizer, self.settings, robot, pad_id)
+        return SmolVLAProcessor(self.config, tokenizer, self.settings, robot)
 
 
 def load_parts(
@@ -125,7 +124,9 @@ def load_parts(
     if robot is None:
         robot, chosen = _saved_robot(folder, config), _adopted(chosen, config, folder)
     else:
-        config = config.model_copy(update=_features(chosen, robot))
+        fields = robot_features(chosen, robot, chosen.image_keys or robot.camera_keys)
+        fields |= {"chunk_size": chosen.chunk_size, "n_action_steps": chosen.n_action_steps}
+        config = SmolVLAConfig.model_validate(config.model_dump() | fields)
     return SmolVLAParts(config, vlm, chosen, robot, files)
 
 
@@ -152,44 +153,22 @@ def _saved_robot(folder: Path, config: SmolVLAConfig) -> RobotMetadata | None:
         return RobotMetadata(camera_keys=cameras, action_stats=action, state_stats=state)
 
 
-def _features(settings: RobotPolicySettings, robot: RobotMetadata) -> dict[str, Any]:
-    """Return the fields of config.json that depend on the robot."""
-    fields = {"type": "smolvla"} | robot_features(settings, robot, settings.image_keys or robot.camera_keys)
-    fields |= {"chunk_size": settings.chunk_size, "n_action_steps": settings.n_action_steps}
-    checked = SmolVLAConfig.model_validate(fields)
-    return {name: getattr(checked, name) for name in fields}
-
-
 # --- Weights ---
 
 
-@torch.no_grad()
-def load_model(source: str | Path, parts: SmolVLAParts, device: str | torch.device = "cpu") -> SmolVLA:
-    """Return the model of `parts` with the weights of the checkpoint `source`.
-
-    Raises:
-        DataError: a weight is missing, unknown, or has another shape.
-    """
+def empty_model(parts: SmolVLAParts) -> SmolVLA:
+    """Return the model of `parts` on the meta device, without memory for its weights."""
     with torch.device("meta"):
-        model = SmolVLA(parts.config, parts.vlm, parts.settings.dtype).eval()
-    model.to_empty(device=device)
-    fill_model(model, locate(source, parts.settings.revision, POLICY))
-    return model
+        return SmolVLA(parts.config, parts.vlm, parts.settings.dtype).eval()
 
 
-@torch.no_grad()
 def fill_model(model: SmolVLA, folder: Path) -> None:
     """Copy the weights of a checkpoint into a model, in place, including its value head if it has one.
 
     Raises:
         DataError: a weight is missing, unknown, or has another shape.
     """
-    state = model.state_dict().items()
-    expected = {lerobot_name(name): value for name, value in state if not name.startswith(VALUE_HEAD)}
-    with TensorFiles(folder) as files:
-        refuse_others(expected, files, str(folder))
-        for name, value in expected.items():
-            value.copy_(files[name])
+    copy_weights(folder, lerobot_weights(model.state_dict()))
     load_value_head(model, folder)
 
 
@@ -204,6 +183,11 @@ def lerobot_name(name: str) -> str:
     return f"model.vlm_with_expert.{inner}" if inner.startswith(("vlm.", "lm_expert.")) else f"model.{inner}"
 
 
+def lerobot_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of `SmolVLA`, without a value head, under their names in LeRobot's checkpoints."""
+    return {lerobot_name(name): value for name, value in weights.items() if not name.startswith(VALUE_HEAD)}
+
+
 def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]) -> Path:
     """Write a self-contained checkpoint, atomically: if it fails, the previous one stays.
 
@@ -211,8 +195,7 @@ def save_policy(folder: Path, parts: SmolVLAParts, weights: Mapping[str, Tensor]
         weights: Complete state dict of `SmolVLA`, with adapters merged; it is written in its dtypes.
     """
     with new_checkpoint_folder(folder) as new:
-        policy = {name: value for name, value in weights.items() if not name.startswith(VALUE_HEAD)}
-        save_file({lerobot_name(name): value.cpu().contiguous() for name, value in policy.items()}, new / SINGLE)
+        save_file({name: value.cpu().contiguous() for name, value in lerobot_weights(weights).items()}, new / SINGLE)
         save_value_head(new, weights)
         write_document(new / CONFIG, parts.config.model_dump(mode="json"))
         shutil.copytree(parts.files, new / VLM, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -231,8 +214,7 @@ def export_lerobot(source: Path, out: Path, base: str | None = None) -> None:
 
 def _write_steps(folder: Path, config: SmolVLAConfig, robot: RobotMetadata) -> None:
     """Write the steps that LeRobot runs before and after the model, with the statistics."""
-    features = config.model_dump(mode="json", include={"input_features", "output_features"})
-    normal = {"eps": 1e-8, "norm_map": config.normalization_mapping}
+    normalizer, unnormalizer = normalizer_settings(config.model_dump(mode="json"))
     text = {"max_length": config.tokenizer_max_length, "task_key": "task", "padding_side": "right", "truncation": True}
     before: list[Step] = [
         RENAMING,
@@ -240,12 +222,9 @@ def _write_steps(folder: Path, config: SmolVLAConfig, robot: RobotMetadata) -> N
         ("smolvla_new_line_processor", {}),
         ("tokenizer_processor", text | {"padding": "longest", "tokenizer_name": config.vlm_model_name}),
         ON_CPU,
-        ("normalizer_processor", normal | {"features": features["input_features"] | features["output_features"]}),
+        ("normalizer_processor", normalizer),
     ]
-    after: list[Step] = [
-        ("unnormalizer_processor", normal | {"features": features["output_features"]}),
-        ON_CPU,
-    ]
+    after: list[Step] = [("unnormalizer_processor", unnormalizer), ON_CPU]
     write_steps(folder, before, after, robot, frozenset({"mask", "count"}))
 
 
@@ -274,11 +253,8 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
         files = Path(scratch)
         tokenizer = _tokenizer(sizes.corpus)
         vlm = SmolVLMConfig(
-            vision_config={
-                "hidden_size": sizes.vision_hidden_size,
-                "intermediate_size": sizes.vision_intermediate_size,
-                "num_hidden_layers": sizes.vision_layers,
-                "num_attention_heads": sizes.vision_heads,
+            vision_config=sizes.vision_config
+            | {
                 "image_size": sizes.image_side,
                 "patch_size": PATCH,
                 "initializer_range": sizes.vision_initializer_range,
@@ -298,20 +274,12 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
         tokenizer.save_pretrained(files)
         write_document(files / "processor_config.json", PROCESSOR)
         torch.manual_seed(sizes.seed)
-        weights = SmolVLA(config, vlm).state_dict()
-        return save_policy(folder, SmolVLAParts(config, vlm, settings, None, files), weights)
+        return save_policy(folder, SmolVLAParts(config, vlm, settings, None, files), SmolVLA(config, vlm).state_dict())
 
 
 def _tokenizer(corpus: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the corpus, with the special tokens that LeRobot asks a VLM for."""
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    size = len(SPECIAL) + len(alphabet) + MERGES
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
-    )
-    model.train_from_iterator(list(corpus), trainer)
+    model = train_bpe(len(SPECIAL) + BYTES + MERGES, SPECIAL, corpus)
     named = dict(zip(("image_token", "fake_image_token", "global_image_token"), SPECIAL[2:], strict=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token=SPECIAL[1], eos_token=SPECIAL[1], extra_special_tokens=named

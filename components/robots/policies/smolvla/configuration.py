@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from armature.components.contracts.errors import DataError
-from armature.components.robots.policies.source import read_json
+from armature.components.robots.policies.source import CONFIG, read_json
 
-CONFIG = "config.json"
 EMPTY_CAMERA = "observation.images.empty_camera_"
 """Beginning of the names of cameras that LeRobot masks out, so that they have no effect."""
 

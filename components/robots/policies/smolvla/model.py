@@ -130,8 +130,7 @@ class SmolVLA(PolicyModel):
         last = f"vlm.model.text_model.layers.{len(text.layers) - 1}."
         # LeRobot freezes these too, though the last layer's keys and values have a gradient.
         self.untrained = ("vlm.lm_head.", "vlm.model.text_model.norm.", last)
-        if dtype == "bfloat16":
-            self.vlm.to(torch.bfloat16)
+        self.vlm.to(getattr(torch, dtype))
 
     def embeddings(self, semantics: Semantics) -> list[str]:
         """Return the names of the parameters that `freeze_embedding` freezes."""
@@ -155,9 +154,8 @@ class SmolVLA(PolicyModel):
         weighted = sums if batch.weights is None else sums * batch.weights
         flow = weighted.sum() / ((denominators or self.denominators(batch, plan)).flow or 1.0)
         counts = (batch.valid.sum(-1) * batch.action_dimensions).clamp(min=1)
-        zero = torch.zeros((), device=flow.device)
-        nothing = zero.expand(len(sums))
-        return PolicyLosses(flow, flow, zero, zero, (sums / counts).detach(), nothing, nothing)
+        nothing = torch.zeros_like(sums)  # there are no action tokens
+        return PolicyLosses(flow, flow, nothing.sum(), nothing.sum(), (sums / counts).detach(), nothing, nothing)
 
     def velocities(
         self, batch: SmolVLABatch, points: Tensor, times: Tensor, plan: object, others: Sequence[SmolVLAExpert] = ()
@@ -203,11 +201,9 @@ class SmolVLA(PolicyModel):
 def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of a layer, (N, L, heads, head size) each, without rotation."""
     attention, x = layer.self_attn, layer.input_layernorm(x)
-    queries, keys, values = (
-        projection(x).unflatten(-1, (-1, attention.head_dim))
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    return queries, keys, values
+    heads = (-1, attention.head_dim)
+    queries, keys, values = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+    return queries.unflatten(-1, heads), keys.unflatten(-1, heads), values.unflatten(-1, heads)
 
 
 def finished(layer: Any, x: Tensor, attention: Tensor) -> Tensor:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.policies.model import denoising_steps
-from armature.components.robots.policies.player import FlowPolicy, InferenceChanges, changed
+from armature.components.robots.policies.player import FlowPolicy
 from armature.components.robots.policies.sampling import FlowSampler, SharedConditions
-from armature.components.robots.policies.settings import InferenceMode, Quantization, RobotPolicySettings
-from armature.components.robots.policies.smolvla.checkpoint import fill_model, load_model, load_parts
+from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 from armature.components.robots.policies.smolvla.model import Prefix, SmolVLA
 from armature.components.robots.policies.smolvla.processor import SmolVLABatch, SmolVLAExample, SmolVLAProcessor
@@ -77,51 +73,5 @@ class SmolVLASampler(FlowSampler[SmolVLA, SmolVLABatch]):
 class SmolVLAPolicy(FlowPolicy):
     """A SmolVLA model with its processor; see `FlowPolicy`."""
 
-    FACTS = ("family", "chunk_size", "dtype")
-
-    def _refuse(self, settings: RobotPolicySettings, mode: InferenceMode) -> None:
-        if mode != "continuous":
-            raise ConfigurationError(
-                f"SmolVLA cannot predict {mode} actions",
-                code="action_mode_mismatch",
-                where="inference_action_mode",
-                remedy="set inference_action_mode = 'continuous'",
-            )
-
     def _make_sampler(self, model: SmolVLA, rows: int) -> SmolVLASampler:
         return SmolVLASampler(model, self._processor, self._settings, rows)
-
-    def load_weights(self, checkpoint: Path) -> None:
-        """Load the weights of another checkpoint; see `FlowPolicy.load_weights`."""
-        fill_model(self._sampler.model, checkpoint)
-
-
-def open_policy(
-    source: Path,
-    mode: InferenceMode,
-    rows: int,
-    torch_compile: bool = False,
-    quantization: Quantization | None = None,
-    refuse_undecoded: bool = False,
-    **changes: Unpack[InferenceChanges],
-) -> SmolVLAPolicy:
-    """Load the policy of an artifact or a checkpoint for inference, on the GPU if there is one.
-
-    `refuse_undecoded` has no effect: there are no action tokens.
-
-    Raises:
-        ConfigurationError: the policy cannot act with these settings.
-        DataError: the checkpoint is incomplete.
-    """
-    options: dict[str, Any] = {"torch_compile": torch_compile, "quantization": quantization}
-    options["image_attention_at_inference"] = changes.get("image_attention")
-    if unsupported := [name for name, value in options.items() if value]:
-        raise ConfigurationError(
-            f"SmolVLA does not support {', '.join(unsupported)}",
-            code="policy_setting_unsupported",
-            where=", ".join(f"evaluation.{name}" for name in unsupported),
-            remedy="leave it out",
-        )
-    parts = load_parts(source)
-    model = load_model(source, parts, "cuda" if torch.cuda.is_available() else "cpu")
-    return SmolVLAPolicy(model, parts.processor(), changed(parts.settings, changes), mode, rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -13,41 +12,34 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.inputs import (
+    ModelProcessor,
     camera_images,
     normalized_actions,
     normalized_state,
     past_end,
     refuse_small_model,
+    require_cameras,
 )
-from armature.components.robots.policies.model import ModelBatch
-from armature.components.robots.policies.norm_stats import Flags, Floats, Normalizer, RobotMetadata
+from armature.components.robots.policies.model import ModelBatch, ModelExample
+from armature.components.robots.policies.norm_stats import Flags, Floats, RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 
-_TOKENIZER_LOCK = Lock()  # a fast tokenizer raises if two threads use it
-
 
 @dataclass(frozen=True)
-class SmolVLAExample:
+class SmolVLAExample(ModelExample):
     """An encoded observation, and for training the actions that followed it.
 
-    input_ids: (L,) int64. images: (cameras, 3, height, width) float32 in [-1, 1]. state: (max_state_dim,) float32.
+    images: (cameras, 3, height, width) float32 in [-1, 1]. state: (max_state_dim,) float32.
     actions: (T, max_action_dim) float32, normalized and padded. valid: (T,) bool, False after the episode's end.
     """
 
-    input_ids: NDArray[np.int64]
     images: Floats
     state: Floats
     actions: Floats | None
     valid: Flags | None
-
-    @property
-    def length(self) -> int:
-        """Number of text tokens."""
-        return len(self.input_ids)
 
 
 @dataclass(frozen=True)
@@ -63,47 +55,29 @@ class SmolVLABatch(ModelBatch):
     action_dimensions: int
 
     @property
-    def examples(self) -> int:
-        """Number of examples."""
-        return len(self.state)
-
-    @property
     def padding(self) -> Tensor:
         """Mask of the text, (B, L) bool, True for padding."""
         return ~self.seen
 
 
-class SmolVLAProcessor:
-    """Encodes observations of one robot and decodes predictions into its actions.
-
-    cameras: camera keys in the model's order.
-    """
+class SmolVLAProcessor(ModelProcessor):
+    """The processor of SmolVLA; see `ModelProcessor`."""
 
     def __init__(
-        self, config: SmolVLAConfig, tokenizer: Any, settings: RobotPolicySettings, robot: RobotMetadata, pad_id: int
+        self, config: SmolVLAConfig, tokenizer: Any, settings: RobotPolicySettings, robot: RobotMetadata
     ) -> None:
         """
         Raises:
             ConfigurationError: the robot has no cameras or more dimensions than the model, or its statistics do not fit
                 the normalization.
         """
-        self.config, self.tokenizer, self.settings, self.pad_id = config, tokenizer, settings, pad_id
-        self.cameras = settings.image_keys or robot.camera_keys
-        self.horizon = settings.chunk_size
-        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, True)
-        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, True)
-        self.state_dimensions, self.action_dimensions = self.state.dimensions, self.action.dimensions
+        super().__init__(config, tokenizer, settings, robot)
+        self.pad_id = tokenizer.pad_token_id or 0
+        require_cameras(self.cameras)
         refuse_small_model(
             ("state dimensions", self.state_dimensions, config.max_state_dim),
             ("action dimensions", self.action_dimensions, config.max_action_dim),
         )
-        if not self.cameras:
-            raise ConfigurationError(
-                "the policy has no cameras",
-                code="cameras_missing",
-                where="policy.image_keys",
-                remedy="set it to the cameras in the policy's order",
-            )
 
     def encode(
         self,
@@ -112,27 +86,10 @@ class SmolVLAProcessor:
         padding: ArrayLike | None = None,
         where: str = "",
     ) -> SmolVLAExample:
-        """Encode an observation, and for training the actions (T, dimensions) that followed it.
-
-        Args:
-            padding: (T,) True for steps after the end of the episode.
-            where: Dataset, episode and frame, for error messages.
-
-        Raises:
-            DataError: a camera is missing, a shape is wrong, or a number is not finite.
-        """
+        """Encode an observation; see `ModelProcessor`. A text that is too long is cut off."""
         images = camera_images(observation, self.cameras, where)
-        state = normalized_state(observation, self.state, where)
-        if not np.isfinite(state).all():
-            raise DataError(
-                f"state {self.state.names[int(np.argmin(np.isfinite(state)))]!r} is not finite",
-                code="observation_not_finite",
-                where=where,
-                remedy="correct the frame, or leave out its episode",
-            )
+        state = normalized_state(observation, self.state, where, finite=True)
         text = observation.task if observation.task.endswith("\n") else f"{observation.task}\n"
-        with _TOKENIZER_LOCK:
-            ids = self.tokenizer(text, truncation=True, max_length=self.config.tokenizer_max_length)["input_ids"]
         width, height = self.config.resize_imgs_with_padding
         encoded = valid = None
         if actions is not None:
@@ -140,7 +97,7 @@ class SmolVLAProcessor:
             encoded = _padded(normalized, self.config.max_action_dim)
             valid = ~past_end(padding, self.horizon, where)
         return SmolVLAExample(
-            input_ids=np.array(ids, np.int64),
+            input_ids=self.token_ids(text, truncation=True, max_length=self.config.tokenizer_max_length),
             images=np.stack([fitted(image, height, width) for image in images]),
             state=_padded(state, self.config.max_state_dim),
             actions=encoded,
@@ -156,19 +113,14 @@ class SmolVLAProcessor:
         """
         width = -(-max(example.length for example in examples) // multiple) * multiple
         ids = np.full((len(examples), width), self.pad_id, np.int64)
-        for row, example in enumerate(examples):
-            ids[row, : example.length] = example.input_ids
-        lengths = np.array([[example.length] for example in examples])
-        stacked: dict[str, Any] = {}
+        for row, example in zip(ids, examples, strict=True):
+            row[: example.length] = example.input_ids
+        seen = torch.from_numpy(np.arange(width) < np.array([[example.length] for example in examples]))
+        stacked: dict[str, Any] = {"seen": seen, "action_dimensions": self.action_dimensions}
         for name in ("images", "state", "actions", "valid"):
             values = [getattr(example, name) for example in examples]
             stacked[name] = None if values[0] is None else torch.from_numpy(np.stack(values))
-        seen = torch.from_numpy(np.arange(width) < lengths)
-        return SmolVLABatch(torch.from_numpy(ids), seen=seen, **stacked, action_dimensions=self.action_dimensions)
-
-    def decode(self, chunks: Floats) -> Floats:
-        """Return actions (N, T, dimensions) in the dataset's units from predictions (N, T, max_action_dim)."""
-        return self.action.restore(chunks[..., : self.action_dimensions])
+        return SmolVLABatch(torch.from_numpy(ids), **stacked)
 
 
 def fitted(image: NDArray[np.uint8], height: int, width: int) -> Floats:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from armature.components.contracts.robots import RobotObservation
 from armature.components.models.load import MappedWeights
+from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import (
-    load_model,
     load_policy,
     read_model,
     save_policy,

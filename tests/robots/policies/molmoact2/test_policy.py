@@ -11,8 +11,9 @@ import torch
 
 from armature.components.models.blockwise import FP8Linear, quantize_rows
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
-from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from armature.components.robots.policies.molmoact2.policy import MolmoAct2Policy
 from armature.components.robots.policies.molmoact2.processing.action_tokens import ActionTokens
+from armature.components.robots.policies.player import open_flow_policy
 from tests.refusals import refused
 from tests.robots.policies.molmoact2 import released
 
@@ -67,16 +68,16 @@ def test_prepared_observations_are_not_encoded_again(policy: MolmoAct2Policy) ->
 
 def test_open_policy_uses_saved_or_changed_settings(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
-    opened = open_policy(tmp_path, "continuous", rows=1)
+    opened = open_flow_policy(tmp_path, "continuous", rows=1)
     expected = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     two = (OBSERVATIONS[:2], SEEDS[:2])
-    if not torch.cuda.is_available():  # open_policy uses a GPU if there is one
+    if not torch.cuda.is_available():  # open_flow_policy uses a GPU if there is one
         assert opened.predict(*two).tobytes() == expected.predict(*two).tobytes()
-    short = open_policy(tmp_path, "continuous", rows=1, n_action_steps=2)
+    short = open_flow_policy(tmp_path, "continuous", rows=1, n_action_steps=2)
     assert short.predict(*two).tobytes() == opened.predict(*two)[:, :2].tobytes()
-    fewer = open_policy(tmp_path, "continuous", rows=1, num_inference_steps=3)
+    fewer = open_flow_policy(tmp_path, "continuous", rows=1, num_inference_steps=3)
     assert fewer.predict(*two).tobytes() != opened.predict(*two).tobytes()
-    assert open_policy(tmp_path, "continuous", rows=1, num_inference_steps=10).predict(*two).tobytes() == (
+    assert open_flow_policy(tmp_path, "continuous", rows=1, num_inference_steps=10).predict(*two).tobytes() == (
         opened.predict(*two).tobytes()
     )
 
@@ -87,16 +88,16 @@ def test_fp8_quantization_follows_loaded_weights(loaded: LoadedPolicy, tmp_path:
     moved = {name: value + 0.01 if "language_model" in name else value for name, value in weights.items()}
     for folder, each in (("first", weights), ("moved", moved)):
         save_policy(tmp_path / folder / "checkpoint", replace(loaded.parts, settings=settings), each)
-    policy = open_policy(tmp_path / "first", "continuous", rows=1, quantization="fp8")
+    policy = open_flow_policy(tmp_path / "first", "continuous", rows=1, quantization="fp8")
     layers = [layer for layer in policy._sampler.model.modules() if isinstance(layer, FP8Linear)]
     assert len(layers) == 7 * loaded.config.text_config.num_hidden_layers and policy.facts()["quantization"] == "fp8"
     before = policy.predict(OBSERVATIONS[:1], SEEDS[:1])
-    plain = open_policy(tmp_path / "first", "continuous", rows=1)
+    plain = open_flow_policy(tmp_path / "first", "continuous", rows=1)
     assert plain.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
     policy.load_weights(tmp_path / "moved/checkpoint")
     for layer in layers:
         assert torch.equal(layer.codes.float(), quantize_rows(layer.weight)[0].float())
-    fresh = open_policy(tmp_path / "moved", "continuous", rows=1, quantization="fp8")
+    fresh = open_flow_policy(tmp_path / "moved", "continuous", rows=1, quantization="fp8")
     after = policy.predict(OBSERVATIONS[:1], SEEDS[:1])
     assert after.tobytes() == fresh.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
 
@@ -104,9 +105,9 @@ def test_fp8_quantization_follows_loaded_weights(loaded: LoadedPolicy, tmp_path:
 def test_rejects_untrained_action_mode_and_too_many_steps(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
     with refused("action_mode_mismatch", "continuous", "discrete"):
-        open_policy(tmp_path, "discrete", rows=1)
+        open_flow_policy(tmp_path, "discrete", rows=1)
     with refused("chunk_too_short", 5, 4):
-        open_policy(tmp_path, "continuous", rows=1, n_action_steps=5)
+        open_flow_policy(tmp_path, "continuous", rows=1, n_action_steps=5)
 
 
 def speaking(

@@ -20,6 +20,7 @@ from armature.components.artifacts.tensors import new_checkpoint_folder
 from armature.components.models.blockwise import FP8Linear
 from armature.components.models.load import without_storage
 from armature.components.models.source import locate
+from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout import (
     BASE,
     LeRobotTensors,
@@ -28,7 +29,6 @@ from armature.components.robots.policies.molmoact2.checkpoints.lerobot_layout im
 )
 from armature.components.robots.policies.molmoact2.checkpoints.parts import (
     ACTION_TOKENIZER,
-    CONFIG,
     PolicyParts,
     load_parts,
 )
@@ -48,7 +48,7 @@ from armature.components.robots.policies.norm_stats import (
     norm_stats,
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY, self_contained, write_settings
+from armature.components.robots.policies.source import CONFIG, POLICY, self_contained, write_settings
 from armature.components.robots.policies.tensors import TensorFiles, load_value_head, save_value_head
 
 TRAINED_TAG = "trained"
@@ -115,19 +115,6 @@ def empty_model(parts: PolicyParts) -> MolmoAct2:
     """Return the model of `parts` on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout).eval()
-
-
-def load_model(source: str | Path, parts: PolicyParts, device: str | torch.device = "cpu") -> MolmoAct2:
-    """Return the model of `parts` with the weights of the checkpoint `source`.
-
-    Weights are read one by one, so at most one tensor is in memory besides the model.
-
-    Raises:
-        DataError: a weight is missing, unknown, or has another shape.
-    """
-    model = empty_model(parts).to_empty(device=device)
-    fill_model(model, locate(source, parts.settings.revision, POLICY))
-    return model.eval()
 
 
 def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[str, Tensor]]:

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.errors import DataError
 from armature.components.models.source import locate
+from armature.components.robots.policies.inputs import require_cameras
 from armature.components.robots.policies.lerobot.processors import (
     BATCHING,
     ON_CPU,
@@ -23,6 +24,7 @@ from armature.components.robots.policies.lerobot.processors import (
     RENAMING,
     Step,
     normalizations,
+    normalizer_settings,
     read_stats,
     read_steps,
     robot_features,
@@ -36,10 +38,10 @@ from armature.components.robots.policies.norm_stats import (
     resolve,
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
-from armature.components.robots.policies.source import POLICY_WITHOUT_WEIGHTS, read_json
+from armature.components.robots.policies.source import CONFIG, POLICY_WITHOUT_WEIGHTS, read_json
 from armature.components.robots.policies.tensors import TensorFiles
 
-CONFIG, BASE = "config.json", "base"
+BASE = "base"
 NORMALIZER, PACK = "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
 _ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
 _PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
@@ -231,13 +233,7 @@ def write_processors(
     Raises:
         ConfigurationError: the settings name no cameras.
     """
-    if not settings.image_keys:
-        raise ConfigurationError(
-            "the settings name no cameras",
-            code="cameras_missing",
-            where="policy.image_keys",
-            remedy="set it to the cameras in the policy's order",
-        )
+    require_cameras(settings.image_keys)
     features = robot_features(settings, robot, settings.image_keys)
     prompt = _prompt(settings, base)
     config = {
@@ -256,7 +252,7 @@ def write_processors(
     write_document(folder / CONFIG, config)
     by_key = {ACTION: robot.action_stats, STATE: robot.state_stats}
     masks = {key: list(stats.mask) for key, stats in by_key.items() if stats.mask}
-    normal: dict[str, Any] = {"eps": 1e-8, "norm_map": features["normalization_mapping"]}
+    normalizer, unnormalizer = normalizer_settings(features)
     env = {"max_action_dim": max_action_dim, "env_action_dim": robot.action_stats.dimensions}
     frame = {"joint_signs": None, "joint_offsets": None}
     moved = settings.semantics != "seed"
@@ -264,14 +260,14 @@ def write_processors(
         RENAMING,
         BATCHING,
         *([("molmoact2_state_frame_transform", frame)] if moved else []),
-        (NORMALIZER, normal | {"features": features["input_features"] | features["output_features"]}),
+        (NORMALIZER, normalizer),
         ("molmoact2_clamp_normalized", {"normalization_masks": masks}),
         (PACK, prompt | env),
         ON_CPU,
     ]
     after: list[Step] = [
         ("molmoact2_clamp_action", {}),
-        (UNNORMALIZER, normal | {"features": features["output_features"]}),
+        (UNNORMALIZER, unnormalizer),
         *([("molmoact2_action_frame_transform", frame)] if moved else []),
         ON_CPU,
     ]

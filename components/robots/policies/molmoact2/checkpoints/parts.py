@@ -29,13 +29,14 @@ from armature.components.robots.policies.norm_stats import (
 )
 from armature.components.robots.policies.settings import RobotPolicySettings
 from armature.components.robots.policies.source import (
+    CONFIG,
     POLICY_WITHOUT_WEIGHTS,
     first_settings,
     read_json,
     read_settings,
 )
 
-CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
+PROCESSOR_CONFIG, ACTION_TOKENIZER = "processor_config.json", "action_tokenizer"
 
 
 @dataclass(frozen=True)

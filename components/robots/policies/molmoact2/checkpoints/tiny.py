@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from armature.components.families.tiny import chatml
+from armature.components.models.tiny.tokenizer import BYTES, REPEATS, train_bpe
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import save_policy
 from armature.components.robots.policies.molmoact2.checkpoints.parts import PolicyParts
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
@@ -28,7 +29,6 @@ PATCH, POOL = 14, 2
 STATE_TOKENS = 256
 EXTRA_EMBEDDINGS = 16  # rows for the tokens of images and some unused ones, as in released checkpoints
 MERGES = 1000  # limit of BPE merges; a small corpus gives fewer
-REPEATS = 20  # copies of the corpus, because BPE only merges pairs that are frequent
 FAST_SCALE, FAST_CHUNKS, FAST_DIMENSIONS = 10.0, 200, 7
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 IMAGE_TOKENS = (
@@ -78,18 +78,8 @@ def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
     Tokens have the released order: text, setup, control, state, action, and last images, because the output head has
     no rows for image tokens.
     """
-    released = Qwen2Tokenizer().backend_tokenizer
-    model = Tokenizer(models.BPE())
-    model.normalizer, model.pre_tokenizer = released.normalizer, released.pre_tokenizer
-    model.decoder = decoders.ByteLevel()
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(MARKERS) + len(bytes_) + MERGES,
-        special_tokens=list(MARKERS),
-        initial_alphabet=bytes_,
-        show_progress=False,
-    )
-    model.train_from_iterator([*_texts(sizes)] * REPEATS, trainer)
+    texts = [*_texts(sizes)] * REPEATS
+    model = train_bpe(len(MARKERS) + BYTES + MERGES, MARKERS, texts, Qwen2Tokenizer().backend_tokenizer)
     words = (
         *("<setup_start>", "<setup_end>", "<control_start>", "<control_end>", "<state_start>", "<state_end>"),
         *(f"<state_{number}>" for number in range(STATE_TOKENS)),
@@ -136,9 +126,8 @@ def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> Mo
         "model_type": "molmoact2",
         "dtype": "float32",
         "vit_config": vision
+        | sizes.vision_config
         | {
-            "intermediate_size": sizes.vision_intermediate_size,
-            "num_hidden_layers": sizes.vision_layers,
             "image_default_input_size": [sizes.image_side, sizes.image_side],
             "image_patch_size": PATCH,
             "image_num_pos": patches * patches,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from armature.components.contracts.errors import DataError
-from armature.components.robots.policies.model import ModelBatch
+from armature.components.robots.policies.model import ModelBatch, ModelExample
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -24,7 +24,7 @@ IGNORED, NO_EXAMPLE = -100, -1
 
 
 @dataclass(frozen=True)
-class Example:
+class Example(ModelExample):
     """One encoded observation, for training with the actions that followed it. S tokens, C crops, P image tokens.
 
     input_ids: (S,), without padding; the first token is BOS.
@@ -38,7 +38,6 @@ class Example:
     dimension_padding: (max_action_dim,) True for dimensions that the robot does not have.
     """
 
-    input_ids: Ints
     image_tokens: Flags
     pixel_values: Pixels
     pooling: Ints
@@ -46,11 +45,6 @@ class Example:
     actions: Floats | None
     horizon_padding: Flags | None
     dimension_padding: Flags
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return len(self.input_ids)
 
 
 @dataclass(frozen=True)

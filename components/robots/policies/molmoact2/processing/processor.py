@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import ArrayLike
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.inputs import (
+    ModelProcessor,
     camera_images,
     normalized_actions,
     normalized_state,
@@ -38,11 +38,10 @@ from armature.components.robots.policies.molmoact2.processing.batch import (
     pack,
 )
 from armature.components.robots.policies.molmoact2.processing.images import ImageLayout
-from armature.components.robots.policies.norm_stats import Normalizer, RobotMetadata
+from armature.components.robots.policies.norm_stats import RobotMetadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 _CACHED_TEXTS = 10_000
-_TOKENIZER_LOCK = Lock()  # a fast tokenizer raises if two threads use it
 
 # Constants of `sequence_budget`, all in tokens but for the number of images.
 _PROMPT, _TASK, _MARGIN, _MULTIPLE = 80, 32, 32, 64
@@ -57,14 +56,13 @@ _LABEL = re.compile(r"^(?:task|instruction|language[_ ]instruction|goal)\s*[:\-]
 _LEAD = re.compile(r"^(?:the|your)\s+task\s+is\s+to\s+", re.IGNORECASE)
 
 
-class Processor:
-    """Encodes observations of one robot and decodes predictions into its actions.
+class Processor(ModelProcessor):
+    """The processor of MolmoAct2; see `ModelProcessor`.
 
     Processors of several robots may share a model if all have the longest of their chunks as `horizon`.
 
-    cameras: camera keys in the model's order. If neither settings nor statistics name cameras it is empty, and the
-        cameras of each observation are used, sorted by name.
-    chunk: number of actions in this robot's data and predictions. An example has `horizon` actions, padded.
+    cameras: If neither settings nor statistics name cameras it is empty, and the cameras of each observation are used,
+        sorted by name.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Processor:
     ) -> None:
         """
         Args:
-            tokenizer: The checkpoint's tokenizer, a transformers fast tokenizer.
             settings: Settings that `resolve` has completed by the robot's entry in norm_stats.json.
             action_tokens: Required for the action modes discrete and both.
             horizon: Number of actions of an example; None: `settings.chunk_size`.
@@ -88,29 +85,14 @@ class Processor:
             ConfigurationError: the parts do not fit each other.
             DataError: the tokenizer lacks a token, or has another id for it than the configuration.
         """
-        self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
+        super().__init__(config, tokenizer, settings, robot, settings.normalize_gripper)
         self.layout, self.action_tokens = layout, action_tokens
-        self.chunk = settings.chunk_size
         self.horizon = horizon or self.chunk
-        self.cameras = settings.image_keys or robot.camera_keys
         self.vocabulary = ActionVocabulary.find(tokenizer, config)
-        gripper = settings.normalize_gripper
-        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
-        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
         self._setup = wrap(settings.setup_type or robot.setup_type, "setup", settings.add_setup_tokens)
         self._control = wrap(settings.control_mode or robot.control_mode, "control", settings.add_control_tokens)
         self._texts: dict[str, Ints] = {}
         self._refuse()
-
-    @property
-    def state_dimensions(self) -> int:
-        """Number of dimensions of a state."""
-        return self.state.dimensions
-
-    @property
-    def action_dimensions(self) -> int:
-        """Number of dimensions of an action."""
-        return self.action.dimensions
 
     @property
     def discrete(self) -> bool:
@@ -136,16 +118,7 @@ class Processor:
         padding: ArrayLike | None = None,
         where: str = "",
     ) -> Example:
-        """Encode an observation, and for training the actions that followed it.
-
-        Args:
-            actions: (chunk, dimensions) in the dataset's units; None at inference.
-            padding: (chunk,) True for steps after the end of the episode.
-            where: Dataset, episode and frame, for error messages.
-
-        Raises:
-            DataError: a camera is missing, a shape is wrong, a number is not finite, or the example is too long.
-        """
+        """Encode an observation; see `ModelProcessor`."""
         images = camera_images(observation, self.cameras or tuple(sorted(observation.images)), where)
         prompt = self._prompt(observation, len(images), where)
         normalized = None if actions is None else normalized_actions(actions, self.action, self.chunk, where)
@@ -173,13 +146,6 @@ class Processor:
             horizon_padding=self._horizon_padding(padding, where),
             dimension_padding=np.arange(self.config.max_action_dim) >= self.action_dimensions,
         )
-
-    def decode(self, actions: ArrayLike) -> Floats:
-        """Convert normalized actions (..., T, D) to float32 (..., chunk, dimensions) in the dataset's units.
-
-        T is at least `chunk` and D at least `action_dimensions`; padding beyond both is cut off.
-        """
-        return self.action.restore(np.asarray(actions)[..., : self.chunk, : self.action_dimensions])
 
     def decode_tokens(self, ids: Sequence[int]) -> DecodedActions:
         """Decode generated tokens to normalized actions (chunk, dimensions), or return why they are invalid.
@@ -223,8 +189,7 @@ class Processor:
         """
         ids = self._texts.get(text)
         if ids is None:
-            with _TOKENIZER_LOCK:
-                ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+            ids = self.token_ids(text, add_special_tokens=False)
             if len(self._texts) >= _CACHED_TEXTS:
                 self._texts.clear()
             self._texts[text] = ids
