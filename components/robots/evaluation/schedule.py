@@ -11,7 +11,7 @@ from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.evaluation.settings import LiberoEvaluationSettings, PolicyEvaluationSettings
 from armature.components.robots.libero.pro import base_suite
 from armature.components.robots.libero.settings import Perturbation, SimulatorSettings
-from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachable, suite_tasks
+from armature.components.robots.libero.tasks import LiberoTask, refuse_missing_shapes, refuse_unreachable, suite_tasks
 
 TaskKey = tuple[str, int]
 EpisodeKey = tuple[str, int, int] | tuple[str, int, int, str]
@@ -71,10 +71,12 @@ def refuse_episodes(settings: LiberoEvaluationSettings, simulator: SimulatorSett
     """Refuse evaluation settings early, before a training that precedes the evaluation.
 
     Raises:
-        ConfigurationError: see `plan_episodes` and `refuse_unreachable`.
+        ConfigurationError: see `plan_episodes`, `refuse_unreachable` and `refuse_missing_shapes`.
     """
     tasks: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in settings.suites}
-    refuse_unreachable(dict.fromkeys(each.task for each in plan_episodes(settings, tasks)), simulator)
+    played = dict.fromkeys(each.task for each in plan_episodes(settings, tasks))
+    refuse_unreachable(played, simulator)
+    refuse_missing_shapes(played, simulator)
 
 
 def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:

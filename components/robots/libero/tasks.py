@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.files import read_bytes
 from armature.components.machine.registry import suggestion
-from armature.components.robots.libero.package import package_folder
+from armature.components.robots.libero.package import COMPACT, package_folder
 from armature.components.robots.libero.pro import PRO_SUITES, base_suite, pro_folder, pro_language
 from armature.components.robots.libero.settings import SimulatorSettings
 
@@ -141,6 +141,30 @@ def refuse_unreachable(tasks: Iterable[LiberoTask], simulator: SimulatorSettings
             where=f"simulator.reach_distance; {first.suite}, task {first.index}",
             remedy="leave reach_distance out, or these tasks: "
             + ", ".join(f"{task.suite} {task.index}" for task in unable),
+        )
+
+
+def refuse_missing_shapes(tasks: Iterable[LiberoTask], simulator: SimulatorSettings) -> None:
+    """Check that there are compact shapes for everything in the scenes of all tasks, if they are asked for.
+
+    Raises:
+        ConfigurationError: a task has an object or furniture without one.
+    """
+    if simulator.assets != "compact":
+        return
+    shapes = {path.stem for path in COMPACT.rglob("*")} | {"table", "floor"}
+    missing: dict[str, str] = {}
+    for task in tasks:
+        listed = re.findall(r"\(:(?:fixtures|objects)([^)]*)\)", task.bddl_file.read_text())
+        kinds = {kind for section in listed for kind in re.findall(r"-\s+(\S+)", section)}
+        if unknown := sorted(kinds - shapes):
+            missing.setdefault(task.suite, unknown[0])
+    if missing:
+        raise ConfigurationError(
+            f"there is no compact shape of {', '.join(missing.values())}",
+            code="compact_shape_missing",
+            where=f"simulator.assets; {', '.join(missing)}",
+            remedy="leave these suites out, or simulator.assets, to use LIBERO's meshes",
         )
 
 

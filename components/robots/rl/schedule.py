@@ -10,7 +10,7 @@ import numpy as np
 
 from armature.components.robots.evaluation.schedule import PlannedEpisode, states_of, tasks_of
 from armature.components.robots.libero.settings import SimulatorSettings
-from armature.components.robots.libero.tasks import LiberoTask, refuse_unreachable, suite_tasks
+from armature.components.robots.libero.tasks import LiberoTask, refuse_missing_shapes, refuse_unreachable, suite_tasks
 from armature.components.robots.rl.settings import RobotRolloutSettings
 
 
@@ -60,10 +60,12 @@ def refuse_groups(settings: RobotRolloutSettings, simulator: SimulatorSettings) 
     """Refuse rollout settings early, before a training on demonstrations that precedes the rollouts.
 
     Raises:
-        ConfigurationError: see `plan_step` and `refuse_unreachable`.
+        ConfigurationError: see `plan_step`, `refuse_unreachable` and `refuse_missing_shapes`.
     """
     begins = _begins(settings, suite_tasks(settings.suite))
-    refuse_unreachable(dict.fromkeys(task for task, _ in begins), simulator)
+    played = dict.fromkeys(task for task, _ in begins)
+    refuse_unreachable(played, simulator)
+    refuse_missing_shapes(played, simulator)
 
 
 def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpisode, chunk: int) -> int:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from armature.check import check_ahead
 from armature.components.configuration import load_recipe
 from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.libero.package import import_libero
-from armature.components.robots.libero.tasks import MAX_STEPS, LiberoTask, refuse_unreachable, suite_tasks
+from armature.components.robots.libero.tasks import (
+    MAX_STEPS,
+    LiberoTask,
+    refuse_missing_shapes,
+    refuse_unreachable,
+    suite_tasks,
+)
 from tests.refusals import refused
 
 from .simulated import needs_libero, simulator
@@ -51,6 +59,14 @@ def test_reach_error_names_task_and_furniture() -> None:
         refuse_unreachable(suite_tasks("libero_goal"), NEAR)
 
 
+@pytest.mark.parametrize("suite", MAX_STEPS)
+def test_scenes_without_compact_shapes_are_refused(suite: str) -> None:
+    complete = suite in ("libero_spatial", "libero_object", "libero_goal")
+    with nullcontext() if complete else refused("compact_shape_missing", suite):
+        refuse_missing_shapes(suite_tasks(suite), simulator())
+    refuse_missing_shapes(suite_tasks(suite), simulator(assets=None))
+
+
 GOAL = ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=9}"]
 
 
@@ -62,6 +78,12 @@ GOAL = ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=
         ("train-vla-rl/tiny", ["rollouts.tasks=[10]"], "unknown_task", 10),
         ("train-vla-rl/tiny", ["rollouts.initial_states=[50]"], "unknown_initial_state", 50),
         ("train-vla/tiny", ["evaluation.tasks=[11]"], "unknown_task", 11),
+        (
+            "train-vla/tiny",
+            ["evaluation.suites=['libero_10']", "evaluation.max_steps={libero_10=9}"],
+            "compact_shape_missing",
+            "libero_10",
+        ),
     ],
 )
 def test_rejects_recipe_before_any_stage_runs(recipe: str, overrides: list[str], code: str, value: object) -> None:

@@ -27,7 +27,7 @@ from armature.components.robots.libero.pro import base_suite
 from armature.components.robots.libero.processes import SimulatorProcess
 from armature.components.robots.libero.scripted.policy import DemonstrationOutcome
 from armature.components.robots.libero.settings import DemonstrationsStageSettings, SimulatorSettings
-from armature.components.robots.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
+from armature.components.robots.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES, refuse_missing_shapes
 
 ATTEMPTS = 3
 """Number of attempts at an episode whose simulator crashes."""
@@ -49,6 +49,7 @@ def record(
         WorkerError: an episode's simulator crashed `ATTEMPTS` times.
     """
     jobs = jobs_of(settings.demonstrations)
+    refuse_missing_shapes(dict.fromkeys(job.task for job in jobs), settings.simulator)
     journal = DemonstrationJournal(context.workspace / "episodes")
     _play(settings, jobs, journal, context)
     outcomes = {job: journal.outcome(job) for job in jobs}
