@@ -16,6 +16,7 @@ from PIL import Image, ImageColor
 
 PAGES = 3584
 PERCENT = SIDE / 100
+TAGS = ("button", "input_text")
 EDGE = 0.01  # a browser clicks on whole pixels: those that an element covers in part, without its right and lower edge
 COLORS = [
     "black",
@@ -37,24 +38,35 @@ COLORS = [
 def row(task: str, seed: int) -> dict[str, Any]:
     """Return the row of a page, which the browser renders."""
     seen, _ = browser(task).reset(seed=seed)
-    element, reading = expert(seen)
-    left, top, width, height = (element[key].item() for key in ("left", "top", "width", "height"))
-    top -= TOP
-    box = [floor(left), floor(top), ceil(left + width) - EDGE, ceil(top + height) - EDGE]
-    point = ", ".join(f"{(low + size / 2) / PERCENT:02.0f}" for low, size in ((left, width), (top, height)))
     file = BytesIO()
     Image.fromarray(seen["screenshot"][TOP:, :SIDE]).save(file, "PNG")
+    choices = [each for each in seen["dom_elements"] if each["classes"] == "color" or each["tag"] in TAGS]
+    element = next(each for each in choices if len(choices) == 1 or click(task, seed, *center(each)))
+    (left, top), (width, height) = place(element)
+    box = [floor(left), floor(top), ceil(left + width) - EDGE, ceil(top + height) - EDGE]
+    x, y = center(element)
     page = {"image": {"bytes": file.getvalue()}, "question": seen["utterance"], "box": box}
-    return page | {"demonstration": f"{reading}({point})", "width": SIDE, "height": SIDE}
+    return page | {"demonstration": f"{reading(choices, element)}({x:02.0f}, {y:02.0f})", "width": SIDE, "height": SIDE}
 
 
-def expert(seen: Any) -> tuple[Any, str]:
-    """Return the element that the question asks for, and what a demonstration reads before: the colors of all boxes."""
-    boxes = [each for each in seen["dom_elements"] if each["classes"] == "color"]
-    if not boxes:
-        return next(each for each in seen["dom_elements"] if each["tag"] in ("button", "input_text")), ""
-    names = [color_name(each["bg_color"][:3]) for each in boxes]
-    return boxes[names.index(dict(seen["fields"])["target"])], f"{', '.join(names)}: "
+def reading(choices: list[Any], element: Any) -> str:
+    """Return what a demonstration says before the point: the colors of all boxes, or the name of the button."""
+    if len(choices) == 1:
+        return ""
+    colors = [color_name(each["bg_color"][:3]) for each in choices if each["classes"] == "color"]
+    return f"{', '.join(colors) or element['text'].lower()}: "
+
+
+def place(element: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the left upper corner and the size of an element, in pixels below the question."""
+    left, top, width, height = (element[key].item() for key in ("left", "top", "width", "height"))
+    return (left, top - TOP), (width, height)
+
+
+def center(element: Any) -> tuple[float, float]:
+    """Return the center of an element, in percent of the page."""
+    x, y = ((low + size / 2) / PERCENT for low, size in zip(*place(element), strict=True))
+    return x, y
 
 
 def color_name(color: Any) -> str:
@@ -62,10 +74,11 @@ def color_name(color: Any) -> str:
     return min(COLORS, key=lambda name: float(abs(color * 255 - ImageColor.getrgb(name)).max()))
 
 
-def click(task: str, x: float, y: float) -> bool:
-    """Click on the page that the browser shows, at percents of its width and height. Return the page's verdict."""
+def click(task: str, seed: int, x: float, y: float) -> bool:
+    """Click on a page, at percents of its width and height. Return the page's verdict."""
     point = np.array([x * PERCENT, TOP + y * PERCENT], np.float32)
     shown = browser(task)
+    shown.reset(seed=seed)
     _, reward, *_ = shown.step(shown.unwrapped.create_action(ActionTypes.CLICK_COORDS, coords=point))
     return bool(reward > 0)
 

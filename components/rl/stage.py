@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
+from statistics import fmean
 
 from armature.components.artifacts.sources import code_digest
 from armature.components.contracts.metrics import counted_reasons, merged, write_json
@@ -49,10 +50,11 @@ def train_vlm(
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
-    """Return means of important metrics over the last tenth of the run."""
+    """Return means of important metrics over those steps of the last tenth of the run that have them."""
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
-    means = {key: sum(step[key] for step in tail) / len(tail) for key in keys if all(key in step for step in tail)}
+    found = {key: [step[key] for step in tail if key in step] for key in keys}
+    means = {key: fmean(values) for key, values in found.items() if values}
     kls = [step[FIRST_UPDATE] for step in history if FIRST_UPDATE in step]
     return means | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
 

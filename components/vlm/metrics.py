@@ -33,7 +33,7 @@ PER_TOKEN = {
 }
 """Names of sums in `Loss.sums`, mapped to the names of the metrics that are their means over trained tokens."""
 ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_high", "ratio_out_of_range")
-"""Names of the sums that every step reports. They are 0 if no token was trained on."""
+"""Names of the sums that every step with trained tokens reports."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Meter:
             peak_gib: peak memory of this rank; the report has the maximum over ranks.
 
         Returns:
-            Two dictionaries. The first has the metrics by name: means over trained tokens (0 if there are none), and
+            Two dictionaries. The first has the metrics by name: if there are trained tokens, means over them and
             quantiles of the ratio. The second has the log-ratios (T,) of each sample's T trained tokens, by the
             sample's position in the batch. A log-ratio is the log-prob under the weights at the beginning of the
             sample's update, minus the sampler's log-prob.
@@ -136,7 +136,7 @@ class Meter:
         # Ranks that share sequences have the same sums: count the first one. A rank without micro-batches lacks some.
         counted = [part["sums"] for part in parts[::sharing]]
         sums = {name: sum(part.get(name, 0.0) for part in counted) for part in counted for name in part}
-        tokens = max(sums.pop("tokens"), 1.0)
+        tokens = sums.pop("tokens")
         report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
         if first:
@@ -149,8 +149,9 @@ class Meter:
             report["experts/other_fraction"] = sum(one.get("experts_other", 0.0) for one in experts) / compared
         if "computed" in sums:
             report["tokens/computed"] = sums.pop("computed")
-        report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
-        report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
+        if tokens:
+            report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
+            report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
         report |= _quantiles(np.concatenate([*log_ratios.values(), np.empty(0, np.float32)]))
         report["grad_norm"] = float(np.mean(self.grad_norms)) if self.grad_norms else 0.0
         report["updates"] = float(len(self.grad_norms))

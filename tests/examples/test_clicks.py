@@ -44,7 +44,9 @@ def test_places_agree_with_clicks(task: str) -> None:
 
 @pytest.mark.long
 @in_a_browser
-@pytest.mark.parametrize("task", ["click-color", "focus-text", "click-dialog", "click-test"])
+@pytest.mark.parametrize(
+    "task", ["click-color", "count-sides", "identify-shape", "focus-text", "click-dialog", "click-test"]
+)
 def test_boxes_of_a_table_agree_with_clicks(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     pages = importlib.import_module("click_pages")
@@ -56,8 +58,7 @@ def test_boxes_of_a_table_agree_with_clicks(task: str, monkeypatch: pytest.Monke
             center = read_point(row["demonstration"])
             assert center is not None
             for x, y in [center, *((x, y) for x in range(5, 100, 30) for y in range(seed, 100, 16))]:
-                pages.browser(task).reset(seed=seed)
-                verdict = pages.click(task, x, y)
+                verdict = pages.click(task, seed, x, y)
                 assert reward.grade(RewardInput(f"({x}, {y})", row["box"], row)) == verdict, (seed, x, y)
                 right, total = right + int(verdict), total + 1
     finally:
