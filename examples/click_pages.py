@@ -14,7 +14,7 @@ from clicks import SIDE, TOP, browser
 from miniwob.action import ActionTypes
 from PIL import Image, ImageColor
 
-PAGES = 3584
+SEEDS = 3584
 PERCENT = SIDE / 100
 TAGS = ("button", "input_text")
 EDGE = 0.01  # a browser clicks on whole pixels: those that an element covers in part, without its right and lower edge
@@ -85,5 +85,5 @@ def click(task: str, seed: int, x: float, y: float) -> bool:
 
 if __name__ == "__main__":
     for task in sys.argv[1:]:
-        pages = [row(task, seed) for seed in range(PAGES)]
-        pq.write_table(pa.Table.from_pylist(pages), f"{task}.parquet")
+        pages = {page["image"]["bytes"]: page for page in (row(task, seed) for seed in range(SEEDS))}  # none twice
+        pq.write_table(pa.Table.from_pylist(list(pages.values())), f"{task}.parquet")
