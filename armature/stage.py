@@ -61,9 +61,9 @@ def run_one_stage(
     refuse_unknown(machine.force)
     again = name in machine.force
     with project(recipe.folder):
-        settings, given = recipe.settings_for(stage.settings), parse_inputs(inputs)
+        settings, artifacts = recipe.settings_for(stage.settings), parse_inputs(inputs)
         tracked_as = recipe.flow, f"{recipe.name.split('/')[-1]} {name}"
-        artifact = run_stage(name, settings, given, machine, again=again, tracked_as=tracked_as, recipe=recipe.name)
+        artifact = run_stage(name, settings, artifacts, machine, again=again, tracked_as=tracked_as, recipe=recipe.name)
     if out is not None:
         link_folder(artifact.path, out)
     if metrics is not None:

@@ -311,12 +311,12 @@ def image_size_row(settings: TrainVLMSettings, trial: Trial) -> SettingRow:
     shown = {ref for each in trial.outputs.trajectories for turn in each.turns for ref in turn.images}
     if not sizes or not shown:
         return not_set("image_size")
-    found = Counter((ref.width, ref.height) for ref in shown)
+    counts = Counter((ref.width, ref.height) for ref in shown)
     return SettingRow(
         "image_size",
         "images are " + " or ".join(f"{size} x {size}" for size in sorted(sizes)),
-        ", ".join(f"{count} are {width} x {height}" for (width, height), count in sorted(found.items())),
-        set(found) <= {(size, size) for size in sizes},
+        ", ".join(f"{count} are {width} x {height}" for (width, height), count in sorted(counts.items())),
+        set(counts) <= {(size, size) for size in sizes},
     )
 
 

@@ -53,8 +53,8 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
     """Return means of important metrics over those steps of the last tenth of the run that have them."""
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
-    found = {key: [step[key] for step in tail if key in step] for key in keys}
-    means = {key: fmean(values) for key, values in found.items() if values}
+    values = {key: [step[key] for step in tail if key in step] for key in keys}
+    means = {key: fmean(each) for key, each in values.items() if each}
     kls = [step[FIRST_UPDATE] for step in history if FIRST_UPDATE in step]
     return means | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
 
