@@ -136,6 +136,16 @@ class TrainLiberoEvaluationSettings(EvaluationSchedule, LiberoEvaluationSettings
         return self.model_copy(update=left | {"episodes_per_task": self.heldout_episodes})
 
 
+def refuse_moved_objects(section: str, moved: PerturbationSettings, simulator: SimulatorSettings) -> None:
+    """Raise a ValueError if the simulator waits too briefly for the perturbations of a section, which move objects."""
+    if (moved.layout or moved.distractors) and simulator.num_steps_wait < REST:
+        raise ValueError(
+            f"simulator.num_steps_wait is {simulator.num_steps_wait}: {section}.perturbations.layout and distractors "
+            f"move objects that must be at rest, which takes {REST} steps: increase it to {REST}, or leave these "
+            "perturbations out"
+        )
+
+
 class EvaluateLiberoStageSettings(Settings):
     """Recipe sections of the stage evaluate-libero."""
 
@@ -144,12 +154,7 @@ class EvaluateLiberoStageSettings(Settings):
 
     @model_validator(mode="after")
     def _objects_rest(self) -> Self:
-        moved, waits = self.evaluation.perturbations, self.simulator.num_steps_wait
-        if (moved.layout or moved.distractors) and waits < REST:
-            raise ValueError(
-                f"simulator.num_steps_wait is {waits}: perturbations.layout and distractors move objects that must be "
-                f"at rest, which takes {REST} steps: increase it to {REST}, or leave these perturbations out"
-            )
+        refuse_moved_objects("evaluation", self.evaluation.perturbations, self.simulator)
         return self
 
 

@@ -215,7 +215,19 @@ def build_batch(
     if undecoded := sum(not each.decoded for each in answers):
         played_metrics["answers/undecoded"] = float(undecoded)
     failed = metrics_below("failures", Counter(each.reason for each in failures))
-    return BuiltBatch(samples, +drops, merged(advantages=metrics, episodes=played_metrics, failures=failed))
+    perturbed = success_by_perturbation(answers)
+    return BuiltBatch(
+        samples, +drops, merged(advantages=metrics, episodes=played_metrics, perturbed=perturbed, failures=failed)
+    )
+
+
+def success_by_perturbation(answers: Sequence[ActionChunk]) -> dict[str, float]:
+    """Return success rates by perturbation, without one as `success/none`; nothing if no episode was perturbed."""
+    solved: dict[str, list[bool]] = {}
+    for answer in answers:
+        if answer.done:
+            solved.setdefault(answer.perturbation or "none", []).append(not answer.truncated)
+    return {f"success/{label}": fmean(each) for label, each in solved.items()} if solved.keys() - {"none"} else {}
 
 
 def differing_groups(answers: Sequence[ActionChunk]) -> list[str]:

@@ -74,6 +74,7 @@ class ActionChunkRecorder:
                     task=planned.task.index,
                     language=observation.task,
                     initial_state=planned.initial_state,
+                    perturbation=planned.perturbation.label if planned.perturbation else "",
                     chunk=chunk,
                     policy_version=version,
                     cameras=_cameras(observation),

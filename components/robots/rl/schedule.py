@@ -9,7 +9,7 @@ from hashlib import sha256
 import numpy as np
 
 from armature.components.robots.evaluation.schedule import PlannedEpisode, states_of, tasks_of
-from armature.components.robots.libero.settings import SimulatorSettings
+from armature.components.robots.libero.settings import Perturbation, SimulatorSettings
 from armature.components.robots.libero.tasks import LiberoTask, refuse_missing_shapes, refuse_unreachable, suite_tasks
 from armature.components.robots.rl.settings import RobotRolloutSettings
 
@@ -19,7 +19,8 @@ def plan_step(
 ) -> list[list[PlannedEpisode]]:
     """Return the groups of episodes of round `round_` of `step`.
 
-    Groups go through all (task, initial state) pairs in a shuffled order before any pair repeats. Every step reserves
+    Groups go through all (task, initial state) pairs, without a perturbation and with each, in a shuffled order before
+    any repeats. Every step reserves
     the places of `max_rounds` rounds in this order; rounds that are not played leave theirs unused.
 
     The episodes of a group only differ in the policy's noise: they share `simulator_seed`, `episode` counts within the
@@ -39,11 +40,11 @@ def plan_step(
     for number in range(first, first + count):
         lap, place = divmod(number, len(begins))
         order = np.random.default_rng((settings.seed, lap)).permutation(len(begins))
-        task, state = begins[order[place]]
+        task, state, perturbation = begins[order[place]]
         seed = _seed(settings.seed, "simulator", step, number) >> 32
         groups.append(
             [
-                PlannedEpisode(task, member, state, number, seed, settings.max_steps)
+                PlannedEpisode(task, member, state, number, seed, settings.max_steps, perturbation)
                 for member in range(settings.group_size)
             ]
         )
@@ -63,7 +64,7 @@ def refuse_groups(settings: RobotRolloutSettings, simulator: SimulatorSettings) 
         ConfigurationError: see `plan_step`, `refuse_unreachable` and `refuse_missing_shapes`.
     """
     begins = _begins(settings, suite_tasks(settings.suite))
-    played = dict.fromkeys(task for task, _ in begins)
+    played = dict.fromkeys(task for task, *_ in begins)
     refuse_unreachable(played, simulator)
     refuse_missing_shapes(played, simulator)
 
@@ -73,12 +74,15 @@ def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpiso
     return _seed(settings.seed, "answer", step, planned.repetition, planned.episode, chunk)
 
 
-def _begins(settings: RobotRolloutSettings, tasks: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
-    """Return all pairs (task, initial state) from which episodes can start according to the settings."""
+def _begins(
+    settings: RobotRolloutSettings, tasks: Sequence[LiberoTask]
+) -> list[tuple[LiberoTask, int, Perturbation | None]]:
+    """Return all starts of episodes according to the settings: task, initial state, and perturbation."""
     return [
-        (task, state)
+        (task, state, perturbation)
         for task in tasks_of(settings.suite, tasks, settings.tasks, "rollouts.tasks")
         for state in states_of(task, settings.initial_states, "rollouts.initial_states")
+        for perturbation in (None, *settings.perturbations.listed())
     ]
 
 

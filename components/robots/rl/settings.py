@@ -17,9 +17,13 @@ from pydantic import (
 )
 
 from armature.components.contracts.settings import Settings
-from armature.components.robots.evaluation.settings import PlayerSettings, TrainLiberoEvaluationSettings
+from armature.components.robots.evaluation.settings import (
+    PlayerSettings,
+    TrainLiberoEvaluationSettings,
+    refuse_moved_objects,
+)
 from armature.components.robots.imitation.settings import Mode, PolicyUpdateSettings
-from armature.components.robots.libero.settings import SimulatorSettings, Suite
+from armature.components.robots.libero.settings import PerturbationSettings, ProSuite, SimulatorSettings, Suite
 from armature.components.rollouts.settings import DEVIATION, Deviation
 from armature.components.vlm.settings import CISPO, GSPO, PPO
 
@@ -61,15 +65,18 @@ class PotentialShaping(Settings):
 class RobotRolloutSettings(PlayerSettings):
     """Settings of the episodes that the policy plays in each training step.
 
-    A step plays `groups_per_step` groups. All episodes of a group start from the same initial state.
+    A step plays `groups_per_step` groups. All episodes of a group start from the same initial state, with the same
+    perturbation if there is one.
     """
 
     model_config = ConfigDict(title="Rollouts")
 
-    suite: Suite
-    """LIBERO suite whose tasks are played."""
+    suite: Suite | ProSuite
+    """LIBERO suite, or its variant in LIBERO-PRO, whose tasks are played."""
+    perturbations: PerturbationSettings = PerturbationSettings()
+    """Perturbations to train with. Every pair of task and initial state is played without any and with each of them."""
     groups_per_step: PositiveInt
-    """Groups per step. Groups cycle through all pairs of task and initial state."""
+    """Groups per step. Groups cycle through all pairs of task and initial state, with and without perturbations."""
     group_size: PositiveInt = 8
     """Episodes per group. The advantage compares episodes within a group."""
     max_steps: PositiveInt
@@ -258,6 +265,7 @@ class TrainVLARLSettings(Settings):
 
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
+        refuse_moved_objects("rollouts", self.rollouts.perturbations, self.simulator)
         rollouts, trainer, evaluation = self.rollouts, self.trainer, self.evaluation
         discrete, weighted = rollouts.inference_action_mode == "discrete", isinstance(trainer.objective, RewardWeighted)
         kind, unit, other = ("discrete", "token", "dimension") if discrete else ("continuous", "dimension", "token")

@@ -18,7 +18,7 @@ ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
 _NUMBERS = pa.list_(pa.float32())
 ROLLOUTS = TableSchema(
     "robot-rollouts",
-    3,
+    4,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -27,6 +27,7 @@ ROLLOUTS = TableSchema(
             ("task", pa.int32()),
             ("language", pa.string()),
             ("initial_state", pa.int32()),
+            ("perturbation", pa.string()),  # empty without one
             ("chunk", pa.int32()),
             ("policy_version", pa.int32()),
             ("cameras", pa.list_(pa.string())),
@@ -50,7 +51,7 @@ ROLLOUTS = TableSchema(
 )
 BATCH = TableSchema(
     "robot-batch",
-    3,
+    4,
     pa.schema([*ROLLOUTS.schema, ("advantage", pa.float64()), ("value_target", pa.float64())]),
 )
 
@@ -61,6 +62,7 @@ Floats = NDArray[np.float32]
 class ActionChunk:
     """One action chunk that a policy answered in an episode, and what happened next.
 
+    perturbation: the label of the episode's perturbation; empty without one.
     before, after: for Flow-SDE the points before and after the sampled denoising step `flow_step`, each (T x
         max_action_dim,) float32. For FPO, which samples no step, the noises of the losses, (F x T x max_action_dim,),
         and the normalized chunk. Empty for action tokens.
@@ -81,6 +83,7 @@ class ActionChunk:
     task: int
     language: str
     initial_state: int
+    perturbation: str
     chunk: int
     policy_version: int
     cameras: tuple[str, ...]

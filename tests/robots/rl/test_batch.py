@@ -16,7 +16,7 @@ GRPO = EpisodeGroupMean(name="group_mean")
 REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
-def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
+def answers(group: str, *episodes: tuple[int, float], perturbation: str = "") -> list[ActionChunk]:
     """Return the chunks of a group of episodes with these numbers of chunks and these rewards. The last chunk of an
     episode has its reward."""
     chunks = []
@@ -32,6 +32,7 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
                     task=0,
                     language="reach",
                     initial_state=3,
+                    perturbation=perturbation,
                     chunk=chunk,
                     policy_version=2,
                     cameras=("observation.images.front",),
@@ -53,6 +54,14 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[ActionChunk]:
                 )
             )
     return chunks
+
+
+def test_success_rate_of_each_perturbation() -> None:
+    plain, light = answers("a", (2, 1.0), (1, 0.0), (3, 0.0)), answers("b", (2, 1.0), (1, 0.0), perturbation="light/1")
+    built = build_batch([*plain, *light, *answers("c", (1, 1.0), (1, 1.0), perturbation="light/1")], GRPO)
+    rates = {name: value for name, value in built.metrics.items() if name.startswith("success")}
+    assert rates == {"success": 4 / 7, "success/none": 1 / 3, "success/light/1": 3 / 4}
+    assert "success/none" not in build_batch(plain, GRPO).metrics
 
 
 def test_group_advantages_equal_hand_computation_and_count_agreeing_groups() -> None:

@@ -98,6 +98,7 @@ def test_tiny_policy_trains_a_step_with_published_settings(name: str, tmp_path: 
         ),
         ("rollouts.quantization=fp8 trainer.mode=full", "trainer.mode full"),
         ("evaluation.perturbations.layout=[1] simulator.num_steps_wait=1", "simulator.num_steps_wait is 1"),
+        ("rollouts.perturbations.distractors=[1] simulator.num_steps_wait=1", "simulator.num_steps_wait is 1"),
         ("evaluation.heldout_episodes=7", "heldout_episodes = 7"),
         ("policy.num_inference_steps=1", "policy.num_inference_steps is 1"),
         ("policy.enable_knowledge_insulation=true", "enable_knowledge_insulation"),

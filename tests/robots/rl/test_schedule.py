@@ -17,6 +17,17 @@ def test_all_initial_states_are_used_before_any_repeats() -> None:
     assert len({next(iter(begin))[2] for begin in begins}) == 8
 
 
+def test_all_starts_are_played_without_and_with_each_perturbation() -> None:
+    settings = rollout_settings(perturbations={"camera": (0.5,), "robot": (0.25, 1.0)})
+    groups = [group for step in range(1, 17) for group in plan_step(settings, TASKS, step)]
+    begins = [{(each.task.index, each.initial_state, each.perturbation) for each in group} for group in groups]
+    assert all(len(begin) == 1 for begin in begins)
+    for lap in (begins[:16], begins[16:]):
+        played = {(task, state, each and each.label) for begin in lap for task, state, each in begin}
+        labels = (None, "camera/0.5", "robot/0.25", "robot/1")
+        assert played == {(task, state, label) for task in (0, 2) for state in (0, 3) for label in labels}
+
+
 def test_rounds_of_different_steps_are_different_groups() -> None:
     settings = rollout_settings(max_rounds=3)
     groups = [group for step in (1, 2) for number in range(3) for group in plan_step(settings, TASKS, step, number)]
