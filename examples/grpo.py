@@ -86,7 +86,7 @@ async def train(work: Path, overrides: list[str]) -> float:
                 await pool.sync(weights, step, None, probe)
 
                 rewards = [trajectory.reward for trajectory in rollouts.trajectories]
-                shown = {"rew": sum(rewards) / len(rewards), "kl": report.get("mismatch_kl", 0.0)}
+                shown = {"rew": sum(rewards) / len(rewards), "kl": report.get("mismatch_kl", float("nan"))}
                 events.progress("Training", step, trainer.max_steps, **shown)
 
             # 5. Evaluation: every held-out task once.

@@ -121,8 +121,8 @@ class FrameRuns(NamedTuple):
     def at(self, places: Array | int) -> Array:
         """Return the indices in the dataset of the selected frames numbered `places`; the inverse of `before`."""
         run = np.searchsorted(self.stops, places, side="right")
-        found: Array = self.firsts[run] + places - np.where(run > 0, self.stops[run - 1], 0)
-        return found
+        frames: Array = self.firsts[run] + places - np.where(run > 0, self.stops[run - 1], 0)
+        return frames
 
 
 def selection(numbers: Sequence[int]) -> EpisodeSelection:

@@ -161,7 +161,7 @@ def refuse_missing_shapes(tasks: Iterable[LiberoTask], simulator: SimulatorSetti
             missing.setdefault(task.suite, unknown[0])
     if missing:
         raise ConfigurationError(
-            f"there is no compact shape of {', '.join(missing.values())}",
+            f"there is no compact shape of {', '.join(dict.fromkeys(missing.values()))}",
             code="compact_shape_missing",
             where=f"simulator.assets; {', '.join(missing)}",
             remedy="leave these suites out, or simulator.assets, to use LIBERO's meshes",

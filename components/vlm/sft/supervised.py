@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from armature.components.contracts.errors import DataError
 from armature.components.contracts.metrics import write_json
@@ -101,12 +102,14 @@ def train_on(
 def summary(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return figures from the history: means of the loss and others at the end of the training, and held-out figures.
 
-    The means are over the last tenth of the steps. Held-out figures are from before and after the training.
+    The means are over the last tenth of the steps, as far as a step has the metric. Held-out figures are from before
+    and after the training.
     """
     trained = history[1:]
     tail = trained[-max(1, len(trained) // 10) :]
-    averaged = [key for key in ("loss", "probability", "reward_margin", "pair_accuracy") if key in tail[0]]
-    numbers = {key: sum(row[key] for row in tail) / len(tail) for key in averaged}
+    averaged = ("loss", "probability", "reward_margin", "pair_accuracy")
+    values = {key: [row[key] for row in tail if key in row] for key in averaged}
+    numbers = {key: fmean(each) for key, each in values.items() if each}
     for name in HELDOUT:
         if measured := [row[f"heldout/{name}"] for row in history if f"heldout/{name}" in row]:
             numbers |= {f"heldout_{name}_before": measured[0], f"heldout_{name}": measured[-1]}

@@ -111,10 +111,10 @@ def source(root, **settings):
 
 def made_dataset(root, tmp_path, **settings):
     """Run the stage `dataset`, with which a recipe opens it before anything is computed."""
-    given = {"path": str(root), "tag": "robot"} | settings
+    chosen = {"path": str(root), "tag": "robot"} | settings
     return run_stage(
         "dataset",
-        pinned(DatasetSettings.model_validate({"sources": [given]})),
+        pinned(DatasetSettings.model_validate({"sources": [chosen]})),
         {},
         make_machine(store=tmp_path / "store"),
     )
@@ -248,6 +248,19 @@ def test_damaged_subtasks_are_refused(dataset, tmp_path, spoken) -> None:
     with refused("invalid_subtask", kind=DataError):
         made_dataset(dataset, tmp_path, prompt="subtask", episodes=(0, 1))
     made_dataset(dataset, tmp_path, prompt="subtask", episodes=(1,))
+
+
+def test_column_of_subtasks_that_holds_texts_is_refused(dataset) -> None:
+    annotate(dataset, SPOKEN)
+    for path in dataset.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        place = table.column_names.index("language_persistent")
+        pq.write_table(table.set_column(place, "language_persistent", pa.array(["reach"] * len(table))), path)
+    with refused("invalid_subtask", kind=DataError):
+        source(dataset, prompt="subtask", episodes=(0,)).check_prompts()
+    mixture = Mixture([source(dataset, prompt="subtask")], 2, 0)
+    with refused("invalid_subtask", kind=DataError):
+        mixture.sample(mixture.nth(0))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from armature.components.contracts.errors import TrainerError
 from armature.components.rollouts.batches.table import read_batch
 from armature.components.vlm.settings import WarmStartSettings
 from armature.components.vlm.sft.fit import AnswerLoss, EpochSampler, fit
+from armature.components.vlm.sft.supervised import summary
 from tests.builders import make_sample
 from tests.refusals import refused
 from tests.vlm.sft.test_warm_start import VALUES
@@ -128,3 +129,12 @@ def test_warm_start_trainer_minimizes_token_cross_entropy():
     assert (trainer.learning_rate, trainer.max_steps) == (settings.learning_rate, 8)
     with refused("warmup_too_long", "warmup_steps = 9", 8):
         WarmStartSettings.model_validate(VALUES | {"warmup_steps": 9}).trainer(8)
+
+
+def test_summary_leaves_out_steps_without_a_metric() -> None:
+    steps = [{"step": step, "loss": 0.5, "probability": 0.25} for step in range(21)]
+    del steps[-1]["probability"]
+    assert summary(steps) == {"loss": 0.5, "probability": 0.25}  # over steps 19 and 20
+    for step in steps:
+        step.pop("probability", None)
+    assert summary(steps) == {"loss": 0.5}

@@ -68,20 +68,24 @@ def check_subtasks(dataset: Dataset, frames: Array) -> None:
     Raises:
         DataError: no subtask has begun at a frame, or an episode's subtasks are damaged.
     """
-    file, first, table = None, dataset.episodes[0], None
+    file: tuple[int, int] | None = None
     for number in frames.tolist():
         episode = dataset.episode_at(number)
-        if table is None or file != (episode.chunk, episode.file):
+        if file != (episode.chunk, episode.file):
             file = (episode.chunk, episode.file)
             first, last = dataset.episodes.in_file(*file)
             table = dataset.table(first, [PERSISTENT], last)
-        row = number - first.start
-        subtasks = _subtasks(table[PERSISTENT][row].as_py(), dataset, episode)
-        subtask_at(subtasks, table["timestamp"][row].as_py(), dataset, episode, number - episode.start)
+        subtasks = _subtasks(table[PERSISTENT][episode.start - first.start].as_py(), dataset, episode)
+        time = table["timestamp"][number - first.start].as_py()
+        subtask_at(subtasks, time, dataset, episode, number - episode.start)
 
 
-def _subtasks(cell: list[dict[str, Any]] | None, dataset: Dataset, episode: EpisodeRange) -> Subtasks:
-    timed = [_timed(row) for row in cell or () if row.get("style") == SUBTASK]
+def _subtasks(cell: Any, dataset: Dataset, episode: EpisodeRange) -> Subtasks:
+    """Return the subtasks of a cell of `language_persistent`; see `read_subtasks`."""
+    if isinstance(cell, list) and all(isinstance(row, dict) for row in cell):
+        timed = [_timed(row) for row in cell if row.get("style") == SUBTASK]
+    else:
+        timed = [] if cell is None else [None]
     if None in timed or len({time for time, _ in filter(None, timed)}) < len(timed):
         raise DataError(
             "a subtask has no text or no time, or begins at the time of another one",
