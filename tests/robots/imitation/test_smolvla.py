@@ -21,6 +21,7 @@ from armature.components.robots.policies.family import export_lerobot, family, f
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
+from armature.components.robots.policies.smolvla.processor import fitted
 from armature.components.training.processes import TrainerProcesses
 from armature.components.training.ranks import Ranks
 from tests.builders import make_machine
@@ -186,3 +187,9 @@ def test_rejects_a_robot_with_more_dimensions_than_the_model(start, tmp_path):
     family("smolvla").make_tiny_policy(tmp_path / "checkpoint", RobotPolicySettings.model_validate(narrow))
     with refused("model_too_small"):
         make_job(start | {"policy": tmp_path}, tmp_path, CHANGES).train()
+
+
+@pytest.mark.parametrize("shape", [(1, 400), (400, 1)])
+def test_thin_images_keep_a_row_and_a_column_of_pixels(shape):
+    x = fitted(np.full((*shape, 3), 255, np.uint8), 28, 28)
+    assert x.shape == (3, 28, 28) and (x == 1).sum() == 3 * 28 and (x == -1).sum() == 3 * 28 * 27

@@ -128,7 +128,7 @@ def fitted(image: NDArray[np.uint8], height: int, width: int) -> Floats:
     x = torch.from_numpy(image.astype(np.float32) / 255).permute(2, 0, 1)[None]
     if x.shape[2:] != (height, width):
         ratio = max(x.shape[3] / width, x.shape[2] / height)
-        size = int(x.shape[2] / ratio), int(x.shape[3] / ratio)
+        size = max(int(x.shape[2] / ratio), 1), max(int(x.shape[3] / ratio), 1)
         x = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
         x = F.pad(x, (width - size[1], 0, height - size[0], 0))
     fit: Floats = (x[0] * 2.0 - 1.0).numpy()
