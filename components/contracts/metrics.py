@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -54,6 +55,19 @@ def metrics_below(namespace: str, values: Mapping[str, float]) -> dict[str, floa
     {'reward_parts/mean': 1.0, 'reward_parts/a_b-c14cddc0': 2.0}
     """
     return {f"{namespace}/{metric_part(name)}": float(value) for name, value in values.items()}
+
+
+def last_tenth(history: Sequence[Mapping[str, float]], keys: Iterable[str]) -> dict[str, float]:
+    """Return the mean of each metric over the last tenth of the rows, at least one, of those that have the metric.
+
+    A metric that none of these rows has is left out: a step that changes no weight, for example, has no ratio.
+
+    >>> last_tenth([{"loss": 4.0}] * 10 + [{"loss": 1.0}] * 9 + [{"entropy": 2.0}], ["loss", "entropy", "ratio"])
+    {'loss': 1.0, 'entropy': 2.0}
+    """
+    tail = history[-max(1, len(history) // 10) :]
+    values = {key: [row[key] for row in tail if key in row] for key in keys}
+    return {key: fmean(each) for key, each in values.items() if each}
 
 
 def counted_reasons(history: Iterable[Mapping[str, float]]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import escape
 
+from armature.components.contracts.metrics import last_tenth
 from armature.components.pages.report import Curves, History, HtmlReport, Rollouts, Table, training_curves, write_report
 
 REPORT_FILE = "report.html"
@@ -59,12 +60,9 @@ def last_figures(history: History) -> dict[str, str]:
     largest mismatch KL, and the number of rollouts."""
     if not history:
         return {}
-    tail = history[-max(1, len(history) // 10) :]
+    count, means = max(1, len(history) // 10), last_tenth(history, _SHOWN)
     figures = {"steps": str(int(history[-1].get("step", len(history))))}
-    for key, label in _SHOWN.items():
-        values = [row[key] for row in tail if key in row]
-        if values:
-            figures[f"{label}, last {len(tail)} steps"] = f"{sum(values) / len(values):.4g}"
+    figures |= {f"{_SHOWN[key]}, last {count} steps": f"{mean:.4g}" for key, mean in means.items()}
     kls = [row["mismatch_kl/first_update"] for row in history if "mismatch_kl/first_update" in row]
     if kls:
         figures["mismatch KL, largest"] = f"{max(kls):.2g}"

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
-from statistics import fmean
 
 from armature.components.artifacts.sources import code_digest
-from armature.components.contracts.metrics import counted_reasons, merged, write_json
+from armature.components.contracts.metrics import counted_reasons, last_tenth, merged, write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.environments.make import environment_sources, evaluated_sources
 from armature.components.environments.stage import read_environment
@@ -50,13 +49,10 @@ def train_vlm(
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
-    """Return means of important metrics over those steps of the last tenth of the run that have them."""
-    tail = history[-max(1, len(history) // 10) :]
+    """Return means of important metrics over the last tenth of the run."""
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
-    values = {key: [step[key] for step in tail if key in step] for key in keys}
-    means = {key: fmean(each) for key, each in values.items() if each}
     kls = [step[FIRST_UPDATE] for step in history if FIRST_UPDATE in step]
-    return means | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
+    return last_tenth(history, keys) | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
 
 
 def played_as_listed(

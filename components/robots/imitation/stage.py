@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from armature.components.contracts.metrics import write_json
+from armature.components.contracts.metrics import last_tenth, write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.robots.imitation.settings import TrainVLASettings
 
@@ -46,11 +46,8 @@ def summary(history: History) -> dict[str, float]:
     `action_error_ratio` is the error of always predicting the mean action, divided by the policy's error.
     """
     trained = history[1:] if history[0]["step"] == 0 else history
-    tail = trained[-max(1, len(trained) // 10) :]
-    numbers = {
-        key: sum(row[key] for row in tail) / len(tail)
-        for key in ("loss", "loss/flow", "loss/cross_entropy", "samples_per_second", "padding_fraction")
-    }
+    averaged = ("loss", "loss/flow", "loss/cross_entropy", "samples_per_second", "padding_fraction")
+    numbers = last_tenth(trained, averaged)
     numbers["updates_skipped"] = trained[-1]["updates_skipped"]
     numbers["memory_peak_gib"] = max(row["memory/peak_gib"] for row in trained)
     measured = [row for row in history if "heldout/loss" in row]

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-from armature.components.contracts.metrics import counted_reasons, merged, write_json
+from armature.components.contracts.metrics import counted_reasons, last_tenth, merged, write_json
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from armature.components.robots.rl.settings import GAE, TrainVLARLSettings
 
@@ -106,14 +105,9 @@ def train_vla_rl(
 
 
 def summary(history: History) -> dict[str, float]:
-    """Return means of the main metrics over the last tenth of the steps.
-
-    A metric that a step lacks is skipped: a step that changes no weight, for example, has no ratio.
-    """
-    tail = history[-max(1, len(history) // 10) :]
+    """Return means of the main metrics over the last tenth of the steps."""
     keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode", "value/loss")
-    values = {key: [row[key] for row in tail if key in row] for key in keys}
-    return {key: fmean(each) for key, each in values.items() if each}
+    return last_tenth(history, keys)
 
 
 def write_pages(

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from armature.components.contracts.errors import DataError
-from armature.components.contracts.metrics import write_json
+from armature.components.contracts.metrics import last_tenth, write_json
 from armature.components.contracts.rollouts import GenerateOutputs
 from armature.components.contracts.settings import Settings
 from armature.components.contracts.stages import Artifact, Stage, StageContext, StageReport
@@ -106,10 +105,7 @@ def summary(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     and after the training.
     """
     trained = history[1:]
-    tail = trained[-max(1, len(trained) // 10) :]
-    averaged = ("loss", "probability", "reward_margin", "pair_accuracy")
-    values = {key: [row[key] for row in tail if key in row] for key in averaged}
-    numbers = {key: fmean(each) for key, each in values.items() if each}
+    numbers = last_tenth(trained, ("loss", "probability", "reward_margin", "pair_accuracy"))
     for name in HELDOUT:
         if measured := [row[f"heldout/{name}"] for row in history if f"heldout/{name}" in row]:
             numbers |= {f"heldout_{name}_before": measured[0], f"heldout_{name}": measured[-1]}
