@@ -10,29 +10,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from clicks import SIDE, TOP, browser
-from miniwob.action import ActionTypes
+from clicks import SIDE, TOP, browser, click
 from PIL import Image, ImageColor
 
 SEEDS = 3584
 PERCENT = SIDE / 100
 TAGS = ("button", "input_text")
 EDGE = 0.01  # a browser clicks on whole pixels: those that an element covers in part, without its right and lower edge
-COLORS = [
-    "black",
-    "blue",
-    "cyan",
-    "grey",
-    "lime",
-    "magenta",
-    "olive",
-    "orange",
-    "pink",
-    "purple",
-    "red",
-    "white",
-    "yellow",
-]
+COLORS = ["black", "blue", "cyan", "grey", "lime", "magenta", "olive", "orange", "pink", "purple", "red", "white", "yellow"]
 
 
 def row(task: str, seed: int) -> dict[str, Any]:
@@ -41,7 +26,9 @@ def row(task: str, seed: int) -> dict[str, Any]:
     file = BytesIO()
     Image.fromarray(seen["screenshot"][TOP:, :SIDE]).save(file, "PNG")
     choices = [each for each in seen["dom_elements"] if each["classes"] == "color" or each["tag"] in TAGS]
-    element = next(each for each in choices if len(choices) == 1 or click(task, seed, *center(each)))
+    right = (each for each in choices if len(choices) == 1 or click(task, seed, pixels(*center(each))))
+    if (element := next(right, None)) is None:
+        raise ValueError(f"{task}, seed {seed}: no single click on a button or colored box is right")
     (left, top), (width, height) = place(element)
     box = [floor(left), floor(top), ceil(left + width) - EDGE, ceil(top + height) - EDGE]
     x, y = center(element)
@@ -69,18 +56,14 @@ def center(element: Any) -> tuple[float, float]:
     return x, y
 
 
+def pixels(x: float, y: float) -> Any:
+    """Return a point, which is in percent of the page, in pixels of the screen."""
+    return np.array([x * PERCENT, TOP + y * PERCENT], np.float32)
+
+
 def color_name(color: Any) -> str:
     """Return the name of a color, whose parts are from 0 to 1."""
     return min(COLORS, key=lambda name: float(abs(color * 255 - ImageColor.getrgb(name)).max()))
-
-
-def click(task: str, seed: int, x: float, y: float) -> bool:
-    """Click on a page, at percents of its width and height. Return the page's verdict."""
-    point = np.array([x * PERCENT, TOP + y * PERCENT], np.float32)
-    shown = browser(task)
-    shown.reset(seed=seed)
-    _, reward, *_ = shown.step(shown.unwrapped.create_action(ActionTypes.CLICK_COORDS, coords=point))
-    return bool(reward > 0)
 
 
 if __name__ == "__main__":

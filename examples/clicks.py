@@ -35,6 +35,14 @@ def page(task: str, seed: int) -> tuple[str, Any, tuple[Any, ...]]:
     return seen["utterance"], frame.astype(np.uint8), elements
 
 
+def click(task: str, seed: int, point: Any) -> bool:
+    """Click on a point of a page, in pixels of the screen. Return the page's verdict."""
+    shown = browser(task)
+    shown.reset(seed=seed)
+    _, reward, *_ = shown.step(shown.unwrapped.create_action(ActionTypes.CLICK_COORDS, coords=point))
+    return bool(reward > 0)
+
+
 class Clicks(gymnasium.Env[Any, Any]):
     """One page, one click. The elements' places say which cells of the grid are right; with `live`, the page does."""
 
@@ -53,18 +61,12 @@ class Clicks(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         row, column = divmod(int(action), COLUMNS)
         point = np.array([(column + 0.5) * SIDE / COLUMNS, TOP + (row + 0.5) * SIDE / ROWS], np.float32)
-        return {}, float(self.click(point) if self.live else self.is_inside(point)), True, False, {}
+        return {}, float(click(self.task, self.seed, point) if self.live else self.is_inside(point)), True, False, {}
 
     def is_inside(self, point: Any) -> bool:
         corners = [np.concatenate([each["left"], each["top"]]) for each in self.elements]
         sizes = [np.concatenate([each["width"], each["height"]]) for each in self.elements]
         return any(((low <= point) & (point < low + size)).all() for low, size in zip(corners, sizes, strict=True))
-
-    def click(self, point: Any) -> bool:
-        shown = browser(self.task)
-        shown.reset(seed=self.seed)
-        _, reward, *_ = shown.step(shown.unwrapped.create_action(ActionTypes.CLICK_COORDS, coords=point))
-        return bool(reward > 0)
 
     def render(self) -> Any:
         return self.frame

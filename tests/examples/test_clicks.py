@@ -58,7 +58,7 @@ def test_boxes_of_a_table_agree_with_clicks(task: str, monkeypatch: pytest.Monke
             center = read_point(row["demonstration"])
             assert center is not None
             for x, y in [center, *((x, y) for x in range(5, 100, 30) for y in range(seed, 100, 16))]:
-                verdict = pages.click(task, seed, x, y)
+                verdict = pages.click(task, seed, pages.pixels(x, y))
                 assert reward.grade(RewardInput(f"({x}, {y})", row["box"], row)) == verdict, (seed, x, y)
                 right, total = right + int(verdict), total + 1
     finally:

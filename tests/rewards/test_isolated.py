@@ -247,7 +247,7 @@ def test_threads_share_processes_which_end_on_close() -> None:
     with closing(made("regex", pattern="x")) as rewards, ThreadPoolExecutor(16) as threads:
         values = threads.map(lambda index: grade(rewards, "x" * (index % 2), None), range(64))
         assert list(values) == [0.0, 1.0] * 32
-        started = children() - before  # those of earlier tests may end meanwhile
+        started = children() - before  # processes of earlier tests may end meanwhile
         assert started
     assert not children() & started
 
