@@ -17,7 +17,21 @@ SEEDS = 3584
 PERCENT = SIDE / 100
 TAGS = ("button", "input_text")
 EDGE = 0.01  # a browser clicks on whole pixels: those that an element covers in part, without its right and lower edge
-COLORS = ["black", "blue", "cyan", "grey", "lime", "magenta", "olive", "orange", "pink", "purple", "red", "white", "yellow"]
+COLORS = [
+    "black",
+    "blue",
+    "cyan",
+    "grey",
+    "lime",
+    "magenta",
+    "olive",
+    "orange",
+    "pink",
+    "purple",
+    "red",
+    "white",
+    "yellow",
+]
 
 
 def row(task: str, seed: int) -> dict[str, Any]:
