@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from armature.components.machine.process import Program
 
 ROOT = Path(__file__).parents[2]
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a day without a GPU")
 LINE = re.compile(r"^accuracy +(\S+) \[(\S+), (\S+)\] → (\S+) \[(\S+), (\S+)\]$", re.MULTILINE)
 """The last lines of a run: accuracy with its 95 % interval before training, and after it."""
 
@@ -39,6 +41,7 @@ def run(recipe: str, seed: int, folder: Path, *options: str) -> tuple[tuple[floa
         ("train-vlm/zoom-tiny", 0.75),
         ("train-vlm/digits-tiny", 0.7),  # before is after SFT
         ("train-vlm/colors-distilled", 0.9),
+        pytest.param("train-vlm/smollm2-alfworld", 0.8, marks=on_a_gpu),
     ],
 )
 def test_recipe_learns(recipe: str, least: float, seed: int, tmp_path: Path) -> None:

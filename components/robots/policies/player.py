@@ -302,7 +302,7 @@ def open_flow_policy(
         raise ConfigurationError(
             f"a policy of the family {parts.settings.family} does not support {', '.join(unsupported)}",
             code="policy_setting_unsupported",
-            where=", ".join(f"evaluation.{name}" for name in unsupported),
+            where=", ".join(unsupported),
             remedy="leave it out",
         )
     model = load_model(source, parts, "cuda" if torch.cuda.is_available() else "cpu")
