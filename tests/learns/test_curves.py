@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def run(recipe: str, seed: int, folder: Path, *options: str) -> tuple[tuple[floa
         ("train-vlm/digits-tiny", 0.7),  # before is after SFT
         ("train-vlm/colors-distilled", 0.9),
         pytest.param("train-vlm/smollm2-alfworld", 0.8, marks=on_a_gpu),
+        pytest.param("train-vlm/smollm2-sums", 0.25, marks=on_a_gpu),
     ],
 )
 def test_recipe_learns(recipe: str, least: float, seed: int, tmp_path: Path) -> None:
@@ -78,6 +80,18 @@ def test_clicks_in_a_browser_are_learned(task: str, least: float, seed: int, tmp
     before, after = run("./clicks.toml", seed, tmp_path, *chosen)
     assert before[2] < after[1], "the intervals overlap"
     assert after[1] >= least
+
+
+@on_a_gpu
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_clicks_on_a_table_of_pages_are_learned(seed: int, tmp_path: Path) -> None:
+    for name in ("clicks.py", "click_pages.py", "clicks-smolvlm.toml"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    subprocess.run([sys.executable, "click_pages.py", "click-color"], cwd=tmp_path, check=True)
+    seeds = (f"{each}.seed={seed}" for each in ("environment", "warm_start"))
+    before, after = run("./clicks-smolvlm.toml", seed, tmp_path, *(part for each in seeds for part in ("--set", each)))
+    assert before[2] < after[1], "the intervals overlap"
 
 
 @pytest.mark.timeout(0)
