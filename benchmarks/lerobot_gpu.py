@@ -1,9 +1,9 @@
-"""MolmoAct2 of the released sizes on a GPU, ours and LeRobot's: updates and answers, on the same weights and examples.
+"""Policies of the released sizes on a GPU, ours and LeRobot's: updates and answers, on the same weights and examples.
 
-Usage: python -m benchmarks.lerobot_gpu [plain] [compiled] [CASE...], cases as "full 8"; on a CPU small ones. LeRobot
-runs in the Python that ARMATURE_LEROBOT_PYTHON names, as it is (plain) and with `compile_model`. Of each case both
-sides are set up at once, and then measured in turn, `ROUNDS` times. The rows go to $OUT/lerobot.json as well, each as
-soon as it is measured.
+Usage: python -m benchmarks.lerobot_gpu [smolvla] [plain] [compiled] [CASE...]: MolmoAct2, with cases as "full 8", or
+SmolVLA, with cases as "full 8 bfloat16" and LeRobot 0.6.1; on a CPU small ones. LeRobot runs in the Python that
+ARMATURE_LEROBOT_PYTHON names, as it is (plain) and with `compile_model`. Of each case both sides are set up at once,
+and then measured in turn, `ROUNDS` times. The rows go to $OUT/lerobot.json as well, each as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.policy_case import CASES
+from benchmarks import policy_case, smolvla_case
 
 HERE = Path(__file__).parent
 SMALL = not torch.cuda.is_available()
@@ -91,15 +91,19 @@ def compare(case: str, ours: Side, theirs: Side) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> None:
-    if unknown := set(words) - {*CASES, *WAYS}:
+    words, policy = list(words), "policy"
+    if "smolvla" in words:
+        policy = words.pop(words.index("smolvla"))
+    every = (smolvla_case if policy == "smolvla" else policy_case).CASES
+    if unknown := set(words) - {*every, *WAYS}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
     python = os.environ.get("ARMATURE_LEROBOT_PYTHON", str(HERE.parent / ".venv-lerobot/bin/python"))
     result: dict[str, Any] = {"device": "CPU" if SMALL else torch.cuda.get_device_name(), "torch": torch.__version__}
     result["rows"] = []
-    ours = Side("ours", [sys.executable, "-m", "benchmarks.policy_ours"])
-    cases = [case for case in CASES if case in words] or CASES
+    ours = Side("ours", [sys.executable, "-m", f"benchmarks.{policy}_ours"])
+    cases = [case for case in every if case in words] or every
     for way in [way for way in WAYS if way in words] or WAYS:
-        theirs = Side(way, [python, str(HERE / "policy_lerobot.py"), *([way] if way == "compiled" else [])])
+        theirs = Side(way, [python, str(HERE / f"{policy}_lerobot.py"), *([way] if way == "compiled" else [])])
         for case in cases:
             result["rows"].append(compare(case, ours, theirs))
             print(json.dumps(result["rows"][-1]), flush=True)
@@ -110,7 +114,7 @@ def main(words: Sequence[str]) -> None:
     if not words and not SMALL:
         from benchmarks.table import write
 
-        write("lerobot-gpu", result)
+        write("lerobot-gpu" if policy == "policy" else f"lerobot-{policy}-gpu", result)
 
 
 if __name__ == "__main__":

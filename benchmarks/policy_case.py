@@ -175,7 +175,7 @@ def fill(name: str, tensor: torch.Tensor) -> None:
         return
     generator = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
     values = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, 0.02, generator=generator)
-    norm = name.endswith(("norm.weight", "ln_f.weight"))
+    norm = name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_f.weight"))
     tensor.copy_((values + 1.0 if norm else values).to(torch.bfloat16))
 
 
@@ -220,7 +220,8 @@ class Side(ABC):
 
     def open(self, case: str) -> dict[str, Any]:
         """Prepare a case and warm up `work`. Return facts about the case, which are reported before it is measured."""
-        mode, count = case.split()
+        mode, count, *dtype = case.split()
+        self.dtype: Any = dtype[0] if dtype else "bfloat16"
         result = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
         timed(self.work, 3)
         return result

@@ -1,7 +1,8 @@
 """A robot policy that learns by trying, from its demonstrations to its evaluations, over several seeds, on a GPU.
 
 `python -m benchmarks.robot_rl_gpu RECIPE --seeds 0 1 2` runs the stages of `train-vla-rl` without Prefect. Imitation on
-demonstrations is made once; a seed is one of rollouts and updates.
+demonstrations is made once, if the recipe has it; a seed is one of rollouts and updates. Processes with the same store
+share the evaluation before the training, so that seeds can run side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from armature.components.configuration import Recipe, load_recipe
 from armature.components.configuration.stages import STAGES, run_stage
 from armature.components.contracts.machine import Machine
 from armature.components.contracts.stages import Artifact
-from armature.components.robots.evaluation.stage import METRICS_FILE
+from armature.components.robots.evaluation.stage import COMPARISON_FILE, METRICS_FILE
 
 
 class Chain:
@@ -36,31 +37,33 @@ class Chain:
         return made
 
     def imitation(self) -> Artifact:
-        """Return the policy after imitation learning, before reinforcement learning."""
-        start, data = self.run("policy"), self.run("demonstrations")
+        """Return the policy before reinforcement learning: the recipe's, after its imitation if it has one."""
+        start = self.run("policy")
+        if self.recipe.sections.get("training") is None:
+            return start
+        data = self.run("demonstrations")
         return self.run("train-vla", policy=start, dataset=data, statistics=self.run("quantile-stats", dataset=data))
 
-    def evaluation(self, policy: Artifact) -> dict[str, Any]:
-        """Evaluate a policy. Return the share of solved episodes with its confidence interval, for all tasks together
-        and for each task."""
-        metrics: dict[str, Any] = json.loads(
-            (self.run("evaluate-libero", policy=policy).path / METRICS_FILE).read_text()
-        )
-        return metrics
+
+def read(artifact: Artifact, name: str) -> Any:
+    return json.loads((artifact.path / name).read_text())
 
 
 def measure(name: str, seeds: Sequence[int], changes: Sequence[str]) -> list[dict[str, Any]]:
     """Return an entry for the policy before reinforcement learning, and one entry for the training with each seed."""
     first = Chain(load_recipe(name, changes))
     start = first.imitation()
-    result = [{"before": True, "metrics": first.evaluation(start), "seconds": first.seconds}]
+    before = first.run("evaluate-libero", policy=start)
+    result = [{"before": True, "metrics": read(before, METRICS_FILE), "seconds": first.seconds}]
     print(json.dumps(result[-1]), flush=True)
     for seed in seeds:
         ours = [f"rollouts.seed={seed}", f"trainer.seed={seed}"]
         chain = Chain(load_recipe(name, [*changes, *ours]))
         trained = chain.run("train-vla-rl", policy=start)
-        history = json.loads((trained.path / "history.json").read_text())
-        entry = {"seed": seed, "metrics": chain.evaluation(trained), "seconds": chain.seconds, "history": history}
+        after, history = chain.run("evaluate-libero", policy=trained), read(trained, "history.json")
+        compared = read(chain.run("compare-libero", first=before, second=after), COMPARISON_FILE)
+        entry = {"seed": seed, "metrics": read(after, METRICS_FILE), "comparison": compared, "seconds": chain.seconds}
+        entry["history"] = history
         result.append(entry)
         print(json.dumps({**entry, "history": [round(row["reward"], 2) for row in history]}), flush=True)
     return result

@@ -26,6 +26,7 @@ FOREIGN = {
     "policy_lerobot": "lerobot/test_benchmarks.py",
     "rl_step_trl": "trl/test_trl.py",
     "sft_trl": "trl/test_conversations.py",
+    "smolvla_lerobot": "lerobot/test_benchmarks.py",
     "step_trl": "trl/test_trl.py",
     "store_s3": "cluster/test_benchmarks.py",
     "sums_trl": "trl/test_trl.py",

@@ -1,4 +1,4 @@
-"""LeRobot's half of the GPU benchmark runs beside ours, at toy sizes on a CPU, and is refused for an older LeRobot."""
+"""LeRobot's halves of the GPU benchmark run beside ours, at toy sizes. MolmoAct2's refuses an older LeRobot."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ def test_both_sides_of_the_policy_benchmark_do_equal_work(tmp_path, monkeypatch)
     (row,) = json.loads((tmp_path / "lerobot.json").read_text())["rows"]
     assert row["ours_loss"] == pytest.approx(row["theirs_loss"], rel=0.01)
     assert row["ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
+def test_both_sides_of_the_smolvla_benchmark_do_equal_work(tmp_path, monkeypatch):
+    """LeRobot's half is `smolvla_lerobot`."""
+    monkeypatch.setenv("ARMATURE_LEROBOT_PYTHON", str(PYTHON))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(lerobot_gpu, "ROUNDS", 1)
+    lerobot_gpu.main(["smolvla", "plain", "full 8 float32", "answer 1 bfloat16"])
+    rows = json.loads((tmp_path / "lerobot.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["full 8 float32", "answer 1 bfloat16"]
+    assert rows[0]["ours_loss"] == pytest.approx(rows[0]["theirs_loss"], rel=1e-5)
+    assert rows[0]["ours_trained"] == rows[0]["theirs_trained"]
+    for row, close in zip(rows, (1e-5, 0.01), strict=True):
+        assert row["ours_norm"] == pytest.approx(row["theirs_norm"], rel=close)
