@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from armature.components.families.family import family_of
 from armature.components.models.attention import LINEAR
@@ -97,6 +98,35 @@ def expert_values(text: PreTrainedConfig) -> int:
     return used * (2 * text.hidden_size + 4 * text.moe_intermediate_size) if used else 0
 
 
+def layer_values(skeleton: PreTrainedModel, model: ModelSettings, trainer: TrainerSettings) -> int:
+    """Return how many values a text layer saves for the backward pass, for a token.
+
+    Saved are queries, keys, values and the output of attention; of the MLP gate, activation, up and their product; and
+    around each norm its input, output and what is between. In bf16 norms save their input in fp32, too. Under autocast
+    from fp32 weights the sums between layers are fp32, which count twice. Attention scores are not saved. Of compiled
+    layers 34 bytes per token and hidden unit in bf16 are saved (arXiv 2205.05198), within 5 % on an H200.
+    """
+    text = skeleton.config.get_text_config()
+    experts = expert_values(text)
+    if trainer.torch_compile:
+        return 17 * text.hidden_size + experts
+    towers = tuple(f"{prefix}." for prefix in family_of(skeleton.config).vision)
+    layers = {name: each for name, each in skeleton.named_modules() if isinstance(each, GradientCheckpointingLayer)}
+    layer = [each for name, each in layers.items() if not name.startswith(towers)][-1]
+    different = getattr(text, "per_layer_config", None)
+    last = text if different is None else different[text.num_hidden_layers - 1]
+    hidden, heads = last.hidden_size, last.num_attention_heads
+    size = getattr(last, "head_dim", None) or hidden // heads
+    attention = (heads + (getattr(last, "num_key_value_heads", None) or heads)) * size
+    inner = 0 if experts else last.intermediate_size
+    norms = [name for name, each in layer.named_parameters() if "norm" in name and each.dim() == 1]
+    beside_heads = attention * any("q_norm" in name for name in norms)
+    around = sum("q_norm" not in name and "k_norm" not in name for name in norms)
+    mixed, low = trainer.autocast == "bf16" and model.dtype == "float32", model.dtype == "bfloat16"
+    norm = ceil(hidden * around * (6.5 if mixed else 4 if low else 3))
+    return norm + 2 * attention + 4 * inner + (3 if low or mixed else 2) * beside_heads + experts
+
+
 def vision_tower(config: PreTrainedConfig) -> tuple[int, int, float]:
     """Return the layers of the vision tower, its width, and the number of its patches that become one token."""
     vision = config.vision_config
@@ -130,9 +160,8 @@ class MemoryEstimate:
     """With a sharded model: bytes that a rank holds unsharded besides its shards. These are the weights outside of
     blocks, and the two largest blocks; see `armature.components.training.sharding.blocks`."""
     activations: int
-    """Bytes that transformer layers save for the backward pass: 34 per token and hidden unit in bf16 (arXiv 2205.05198
-    without the attention scores) for each layer; with gradient checkpointing or offloading for one layer. Layers of
-    linear attention save a state in fp32 for every 64 tokens, too, and experts what their products read."""
+    """Bytes that transformer layers save for the backward pass, see `layer_values`; with gradient checkpointing or
+    offloading those of one layer. Layers of linear attention save a state in fp32 for every 64 tokens, too."""
     images: int
     """Bytes that the layers of a trained vision tower save for the backward pass, for the assumed part of images in a
     micro-batch; see `IMAGE_TOKENS`."""
@@ -260,7 +289,7 @@ def estimate_memory_of(
         optimizer=ceil(trainable * (4 + moments + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
-        activations=(17 * text.hidden_size + expert_values(text)) * width * tokens * layers + states + inputs,
+        activations=layer_values(skeleton, model, trainer) * width * tokens * layers + states + inputs,
         images=images,
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),

@@ -131,8 +131,9 @@ def test_linear_attention_has_a_state_in_place_of_keys_and_values(tmp_path: Path
     state = 32 * 128 * 128 * 4
     assert sizes.key_value_bytes == 2 * 4 * 256 * 8 * 2 and sizes.state_bytes == 24 * state
     assert server_parts(sizes, 2, 3, 1000)["recurrent states"] == 3 * 24 * state // 2
-    # Inputs of all layers, and of the one that is recomputed 17 values for each token and hidden unit, and ten states.
-    assert sizes.estimate.activations == (17 + 32) * 2 * tokens * 4096 + 10 * state
+    # Inputs of all layers, states, and of the layer that is recomputed norms, 16 and 4 heads, their norms, and the MLP.
+    values = 8 * 4096 + 2 * 20 * 256 + 3 * 20 * 256 + 4 * 12288
+    assert sizes.estimate.activations == (values + 32 * 4096) * 2 * tokens + 10 * state
 
 
 @pytest.mark.parametrize(
