@@ -361,8 +361,73 @@ def test_few_maps_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "call",
+    [{"call": "json:loads", "args": {"s": "{"}}, {"call": "json:loads"}, {"call": "numpy:ones", "args": {"shape": 3}}],
+)
+def test_function_in_make_that_fails_or_returns_no_json(call: dict[str, Any]) -> None:
+    with refused("make_call_failed", call["call"]):
+        list(make_environment(settings_of(LAKE, make={"desc": call})).tasks("train"))
+
+
+class Unclosable(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment that raises when it is closed."""
+
+    def close(self) -> None:
+        raise OSError("no display")
+
+
+def test_error_in_close_costs_the_next_game_nothing() -> None:
+    handler = GymnasiumHandler(LINE | {"wrappers": [f"{__name__}:Unclosable"]})
+    handler.play(0, 0, {}, [])
+    handler.end(0)
+    assert handler.play(1, 0, {"ends": False}, [])["content"]
+
+
+class NumpyBools(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment whose first action ends the game, with booleans of numpy."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, np.True_, np.True_, info
+
+
+def test_booleans_of_numpy_end_a_game() -> None:
+    outcome = play(LINE, ["more"], wrappers=[f"{__name__}:NumpyBools"], success="terminated")[2][0]
+    assert outcome.observation is None and outcome.reward_parts["success"] == 1.0
+
+
+class ShortMask(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment whose mask leaves out actions."""
+
+    def reset(self, **options: Any) -> Any:
+        observation, info = super().reset(**options)
+        return observation, info | {"action_mask": np.ones(2)}
+
+
+def test_mask_of_another_length_is_an_error() -> None:
+    with refused("environment_failed", "(2,)", kind=WorkerError):
+        play(LINE, [], wrappers=[f"{__name__}:ShortMask"])
+
+
+def numpy_numbers(env: Any) -> Any:
+    """Return a line whose observation has entries that are numbers of numpy."""
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda at: {"at": at[0], "half": np.float32(0.5)}, env.observation_space
+    )
+
+
+def test_numbers_of_numpy_fill_a_prompt() -> None:
+    wrappers = [f"{__name__}:numpy_numbers"]
+    (shown,) = play(LINE, [], wrappers=wrappers, prompt="{at}")[1]
+    assert shown.content == play(LINE, [], prompt="{obs.at}", wrappers=wrappers)[1][0].content
+    assert play(LINE, [], wrappers=wrappers, prompt="{half}")[1][0].content == ("0.5",)
+
+
+@pytest.mark.parametrize(
     ("changes", "code"),
     [
+        ({"make": {"desc": {"call": 3}}}, "call_table_wrong"),
+        ({"make": {"desc": [{"call": "builtins:dict", "arg": {}}]}}, "call_table_wrong"),
         ({"prompt": "Go."}, "image_places_mismatch"),
         ({"image": "none"}, "image_places_mismatch"),
         ({"actions": ["left", "Left"]}, "action_names_unclear"),

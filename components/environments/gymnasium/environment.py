@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -15,10 +16,10 @@ from pydantic import Field, PlainValidator, StrictStr, TypeAdapter
 from armature.components.artifacts.sources import code_digest, named_files, versions
 from armature.components.contracts.digests import document_digest
 from armature.components.contracts.episodes import ActionDefect, Observation, Outcome, Task
-from armature.components.contracts.errors import ConfigurationError
+from armature.components.contracts.errors import ConfigurationError, said
 from armature.components.contracts.images import EncodedImage
 from armature.components.environments.generated import GeneratedEnvironment
-from armature.components.environments.gymnasium.settings import SEED, GymnasiumSettings
+from armature.components.environments.gymnasium.settings import SEED, GymnasiumSettings, call_tables
 from armature.components.machine.project import VARIABLE as PROJECT
 from armature.components.machine.project import find_module, load_object, project_folder
 from armature.components.machine.workers.channel import IdleWorkerLost, WorkerError
@@ -168,7 +169,9 @@ class GymnasiumEnvironment(GeneratedEnvironment[GymnasiumSettings]):
     @staticmethod
     def sources(settings: GymnasiumSettings) -> dict[str, str]:
         """Return the version of gymnasium, and digests of modules and files that the settings name."""
-        calls = [wrapper.call for wrapper in settings.wrappers] + list(_calls(settings.make))
+        calls = [wrapper.call for wrapper in settings.wrappers] + [
+            table["call"] for table in call_tables(settings.make)
+        ]
         calls += [settings.expert] if settings.expert else []
         modules = {*settings.modules, *(call.partition(":")[0] for call in calls)}
         code = {}
@@ -248,13 +251,17 @@ def _made(value: Any, seed: int) -> Any:
     if not isinstance(value, Mapping):
         return value
     made = {key: _made(each, seed) for key, each in value.items()}
-    return load_object(made["call"], "the function")(**made.get("args", {})) if "call" in made else made
-
-
-def _calls(value: Any) -> list[str]:
-    """Return the names of all functions in arguments."""
-    if isinstance(value, list | tuple):
-        return [call for each in value for call in _calls(each)]
-    if not isinstance(value, Mapping):
-        return []
-    return [*([value["call"]] if "call" in value else []), *_calls(list(value.values()))]
+    if "call" not in made:
+        return made
+    function = load_object(made["call"], "the function")
+    try:
+        result = function(**made.get("args", {}))
+        json.dumps(result, allow_nan=False)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{made['call']!r} makes no argument of seed {seed}: {said(error)}",
+            code="make_call_failed",
+            where="environment.args.make",
+            remedy="correct the function or its args; it returns values that JSON has: lists, not arrays",
+        ) from error
+    return result

@@ -162,7 +162,7 @@ class GymnasiumGame:
             raise ValueError(f"the reward is {reward}")
         self._total += reward
         if terminated or truncated:  # the policy does not see the last observation, so it may be anything
-            return GameTurn((), None, "", reward, True, self._is_success(terminated), defect)
+            return GameTurn((), None, "", reward, True, self._is_success(bool(terminated)), defect)
         return replace(self._turn(), reward=reward, defect=defect)
 
     def _turn(self) -> GameTurn:
@@ -211,7 +211,12 @@ class GymnasiumGame:
 
     def _mask(self) -> Any:
         mask = self._info.get("action_mask")
-        return None if mask is None or not self._names else np.asarray(mask, bool)
+        if mask is None or not self._names:
+            return None
+        mask = np.asarray(mask, bool)
+        if mask.shape != (len(self._names),):
+            raise ValueError(f"action_mask has the shape {mask.shape}, and there are {len(self._names)} actions")
+        return mask
 
     def _possible(self, action: Any) -> bool:
         mask = self._mask()
@@ -254,7 +259,7 @@ class GymnasiumGame:
 
 
 def _value(value: Any) -> Any:
-    """Return a value for a prompt: arrays of numbers as JSON."""
+    """Return a value for a prompt: arrays of numbers as JSON, numpy's numbers as Python's."""
     if isinstance(value, np.ndarray):
         return json.dumps(value.tolist())
-    return value
+    return value.item() if isinstance(value, np.generic) else value

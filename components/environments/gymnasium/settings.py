@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from armature.components.contracts.settings import Settings
@@ -93,6 +102,19 @@ class GymnasiumSettings(Settings):
         parse_template(prompt)
         return prompt
 
+    @field_validator("make")
+    @classmethod
+    def _check_calls(cls, make: dict[str, Any]) -> dict[str, Any]:
+        for table in call_tables(make):
+            try:
+                CallSettings.model_validate(table)
+            except ValidationError as error:
+                raise PydanticCustomError(
+                    "call_table_wrong",
+                    'a table with call has call = "module:function" and args = {...} alone, not ' + f"{table!r:.200}",
+                ) from error
+        return make
+
     @field_validator("actions")
     @classmethod
     def _check_names(cls, actions: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,3 +137,12 @@ class GymnasiumSettings(Settings):
                 "several_texts", "actions_per_turn needs names in actions: only named actions can be told apart"
             )
         return self
+
+
+def call_tables(value: Any) -> list[Mapping[str, Any]]:
+    """Return all tables in arguments that are calls, also those in the arguments of calls."""
+    if isinstance(value, list | tuple):
+        return [table for each in value for table in call_tables(each)]
+    if not isinstance(value, Mapping):
+        return []
+    return [*([value] if "call" in value else []), *call_tables(list(value.values()))]

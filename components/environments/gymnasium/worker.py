@@ -98,8 +98,12 @@ class GymnasiumHandler:
             )
 
     def close(self) -> None:
-        for env in [*self._free, *(game.env for game in self._playing.values())]:
-            with suppress(Exception):
+        self._close([*self._free, *(game.env for game in self._playing.values())])
+
+    @staticmethod
+    def _close(envs: Sequence[Any]) -> None:
+        for env in envs:
+            with suppress(Exception):  # its games are over: an error in close costs the next game nothing
                 env.close()
 
     def _play(self, number: int, seed: int, make: Mapping[str, Any], answers: Sequence[str]) -> GameTurn:
@@ -115,8 +119,7 @@ class GymnasiumHandler:
 
     def _new(self, make: Mapping[str, Any]) -> GymnasiumGame:
         if make != self._settings.make:
-            for env in self._free:
-                env.close()
+            self._close(self._free)
             self._free.clear()
         return GymnasiumGame(self._free.pop() if self._free else make_env(self._settings, make), self._settings)
 
