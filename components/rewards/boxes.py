@@ -22,10 +22,10 @@ from armature.components.rewards.reward import (
 Box = tuple[float, float, float, float]
 """A box in an image: its left, top, right and bottom coordinates."""
 
-_N = r"\s{0,20}(-?\d{1,9}(?:\.\d{0,12})?)\s{0,20}"
+_N = r"\s{0,20}([-+]?(?:\d{1,9}(?:\.\d{0,12})?|\.\d{1,12}))\s{0,20}"
 _BOXES = re.compile(rf"[\[(]{_N},{_N}(?:,|[\])]\s?,?\s?[\[(]){_N},{_N}[\])]")
 _PAIRS = re.compile(rf"[\[(]{_N},{_N}[\])]")
-_MOLMO = re.compile(r"<point\s[^<>]{0,400}?\bx\s?=\s?\"" + _N + r"\"\s{1,20}y\s?=\s?\"" + _N + r"\"")
+_MOLMO = re.compile(rf"<point\s[^<>]{{0,400}}?\bx\s?=\s?[\"']{_N}[\"']\s{{1,20}}y\s?=\s?[\"']{_N}[\"']")
 _UNITS = {"fraction": 1.0, "percent": 100.0, "thousandths": 1000.0}
 
 

@@ -126,6 +126,9 @@ def test_box_units_and_answer_form() -> None:
         ("(50, 20), no: (0, 0)", "answer", 0.0),
         ('<point x="25.0" y="20.0" alt="the cat">the cat</point>', "percent", 1.0),
         ('<point x="50.0" y="20.0" alt="the cat">the cat</point>', "percent", 0.0),
+        ("<point x='25.0' y='20.0'>the cat</point>", "percent", 1.0),
+        ("(.25, .2)", "fraction", 1.0),
+        ("(+25, +20.0)", "percent", 1.0),
         ("there", "answer", 0.0),
     ],
 )

@@ -102,6 +102,13 @@ First think about the next step, inside <think> </think>. Then give exactly one 
                     "unknown_place",
                     f"{name} has the unknown place {{{unknown[0]}}}; known: {', '.join(sorted(places))}",
                 )
+            known = "|".join(places)
+            if mistyped := re.search(rf"\{{(?:\s+(?:{known})\b|(?:{known})\b(?!}}))", getattr(self, name)):
+                raise PydanticCustomError("mistyped_place", f"{name} has {mistyped[0]!r}: write {{NAME}} as it is")
+        needed = {"first": ("{task}", "{observation}"), **({"later": ("{task}",)} if self.history_length else {})}
+        for name, ways in needed.items():
+            if not any(way in getattr(self, name) for way in ways):
+                raise PydanticCustomError("task_place_missing", f"{name} has no place {{task}}, which the policy needs")
         for name in ("action", "answer"):
             if "{action}" not in getattr(self, name):
                 raise PydanticCustomError("action_place_missing", f"{name} has no place {{action}}")

@@ -83,10 +83,10 @@ def test_without_history_every_turn_uses_the_first_template() -> None:
 
 
 def test_template_places_are_filled_only_once() -> None:
-    dialogue = dialogue_of(later="{history}{observation}", history_length=1)
+    dialogue = dialogue_of(later="{task}: {history}{observation}", history_length=1)
     dialogue.record_action("look", "{actions}")
     dialogue.record_action("{task}", "{history}")
-    assert dialogue.text(["look"]) == "2. {actions} > {task}{history}"
+    assert dialogue.text(["look"]) == "put a book in desk: 2. {actions} > {task}{history}"
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -105,6 +105,10 @@ def test_invalid_actions_setting_controls_history(shown: bool) -> None:
     [
         ({"first": "{goal}"}, "unknown_place", ["first", "{goal}", "actions"]),
         ({"later": "{room}"}, "unknown_place", ["later", "{room}"]),
+        ({"first": "{room} { task }: {actions}"}, "mistyped_place", ["first", "{ task"]),
+        ({"past": "{step. {action}"}, "mistyped_place", ["past", "{step"]),
+        ({"first": "{room}: {actions}"}, "task_place_missing", ["first", "{task}"]),
+        ({"later": "{observation}: {actions}"}, "task_place_missing", ["later", "{task}"]),
         ({"action": "a"}, "action_place_missing", ["{action}"]),
         ({"answer": "{action}"}, "answer_template_unreadable", []),
         ({"thinking": True}, "answer_template_unreadable", []),
