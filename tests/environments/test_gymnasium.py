@@ -396,6 +396,15 @@ def test_booleans_of_numpy_end_a_game() -> None:
     assert outcome.observation is None and outcome.reward_parts["success"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"success": "info.won"}, "info.won"), ({"image": "obs.camera", "prompt": "{image}"}, "obs.camera")],
+)
+def test_missing_entries_are_named(changes: dict[str, Any], name: str) -> None:
+    with refused("environment_failed", name, "obs, info", kind=WorkerError):
+        play(LINE, ["more"], wrappers=[f"{__name__}:NumpyBools"], **changes)
+
+
 class ShortMask(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment whose mask leaves out actions."""
 

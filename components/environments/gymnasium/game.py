@@ -233,7 +233,7 @@ class GymnasiumGame:
         if rule == "terminated":
             return terminated
         if rule.startswith("info."):
-            return bool(dict(flattened({"info": self._info}))[rule])
+            return bool(self._entry(rule))
         _, sign, bound = rule.split()
         return self._total > float(bound) or (sign == ">=" and self._total == float(bound))
 
@@ -243,12 +243,19 @@ class GymnasiumGame:
         named = {name: _value(value) for name, value in flattened({**entries, **observation})}
         return filled_prompt(self._settings.prompt, named, self._images())
 
+    def _entry(self, name: str) -> Any:
+        """Return the entry obs.KEY or info.KEY of the last step."""
+        entries = dict(flattened({"obs": self._observation, "info": self._info}))
+        if name not in entries:
+            raise ValueError(f"{name} is missing in a step, which has {', '.join(entries):.500}")
+        return entries[name]
+
     def _images(self) -> list[EncodedImage]:
         if self._settings.image == "none":
             return []
         frame = self.env.render() if self._settings.image == "render" else self._observation
         if self._settings.image.startswith("obs."):
-            frame = self._observation[self._settings.image.removeprefix("obs.")]
+            frame = self._entry(self._settings.image)
         pixels = np.asarray(frame)
         if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
             raise ValueError(f"image = {self._settings.image!r} is {pixels.dtype} of shape {pixels.shape}, not pixels")
