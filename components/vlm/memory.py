@@ -101,10 +101,10 @@ def expert_values(text: PreTrainedConfig) -> int:
 def layer_values(skeleton: PreTrainedModel, model: ModelSettings, trainer: TrainerSettings) -> int:
     """Return how many values a text layer saves for the backward pass, for a token.
 
-    Saved are queries, keys, values and the output of attention; of the MLP gate, activation, up and their product; and
-    around each norm its input, output and what is between. In bf16 norms save their input in fp32, too. Under autocast
-    from fp32 weights the sums between layers are fp32, which count twice. Attention scores are not saved. Of compiled
-    layers 34 bytes per token and hidden unit in bf16 are saved (arXiv 2205.05198), within 5 % on an H200.
+    Attention saves queries, keys, values and its output, but no scores. The MLP saves gate, activation, up and their
+    product. A norm saves its input, its normalized input and its output, and in bf16 the input in fp32 too. Under
+    autocast from fp32 weights the sums between layers are fp32, which counts twice. Compiled layers save 34 bytes per
+    token and hidden unit in bf16 (arXiv 2205.05198), within 5 % on an H200.
     """
     text = skeleton.config.get_text_config()
     experts = expert_values(text)
@@ -119,7 +119,11 @@ def layer_values(skeleton: PreTrainedModel, model: ModelSettings, trainer: Train
     size = getattr(last, "head_dim", None) or hidden // heads
     attention = (heads + (getattr(last, "num_key_value_heads", None) or heads)) * size
     inner = 0 if experts else last.intermediate_size
-    norms = [name for name, each in layer.named_parameters() if "norm" in name and each.dim() == 1]
+    norms = [
+        name
+        for name, each in layer.named_parameters()
+        if "norm" in name and name.endswith("weight") and each.dim() == 1
+    ]
     beside_heads = attention * any("q_norm" in name for name in norms)
     around = sum("q_norm" not in name and "k_norm" not in name for name in norms)
     mixed, low = trainer.autocast == "bf16" and model.dtype == "float32", model.dtype == "bfloat16"

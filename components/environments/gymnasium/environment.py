@@ -259,7 +259,7 @@ def _made(value: Any, seed: int) -> Any:
         json.dumps(result, allow_nan=False)
     except Exception as error:
         raise ConfigurationError(
-            f"{made['call']!r} makes no argument of seed {seed}: {said(error)}",
+            f"{made['call']!r} failed, or returned no value for JSON, with seed {seed}: {said(error)}",
             code="make_call_failed",
             where="environment.args.make",
             remedy="correct the function or its args; it returns values that JSON has: lists, not arrays",

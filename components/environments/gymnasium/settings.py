@@ -111,7 +111,8 @@ class GymnasiumSettings(Settings):
             except ValidationError as error:
                 raise PydanticCustomError(
                     "call_table_wrong",
-                    'a table with call has call = "module:function" and args = {...} alone, not ' + f"{table!r:.200}",
+                    'a table with call may contain only call = "module:function" and args = {...}, not '
+                    + f"{table!r:.200}",
                 ) from error
         return make
 
