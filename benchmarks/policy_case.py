@@ -209,6 +209,26 @@ def timed(work: Callable[[], object], count: int) -> dict[str, Any]:
     return {"seconds": taken, "median": statistics.median(taken), "peak_gib": peak}
 
 
+def lerobot_update(policy: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], tuple[float, float]]:
+    """Return a function that updates LeRobot's `policy` with LeRobot's optimizer, schedule and clipping, and returns
+    the loss and the norm of its gradient."""
+    preset = policy.config.get_optimizer_preset()
+    optimizer = preset.build(policy.get_optim_params())
+    schedule = policy.config.get_scheduler_preset().build(optimizer, 1000)
+    policy.train()
+
+    def work() -> tuple[float, float]:
+        loss = loss_of()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), preset.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        return loss.item(), norm.item()
+
+    return work
+
+
 class Side(ABC):
     """Commands that a driver sends to one of the compared sides. `open_training` and `open_answer` set `work`, which
     makes one update or one call."""

@@ -21,6 +21,7 @@ from policy_case import (
     examples,
     fill,
     flow_samples,
+    lerobot_update,
     norm_of,
     patches_of,
     serve,
@@ -90,25 +91,12 @@ class LeRobot(Side):
         policy = self._policy(mode)
         inputs = self._batch(count, answers=mode != "expert", trained=True)
         inputs = {name: value.to(self.device) for name, value in inputs.items()}
-        preset = policy.config.get_optimizer_preset()
-        optimizer = preset.build(policy.get_optim_params())
-        schedule = policy.config.get_scheduler_preset().build(optimizer, 1000)
         few = self._batch(COMPARED, answers=mode != "expert", trained=True)
         result = self._first(
             policy.eval(), {name: value.to(self.device) for name, value in few.items()}, mode != "expert"
         )
 
-        def work():
-            policy.train()
-            loss, _ = policy(inputs)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), preset.grad_clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            return loss.item(), norm.item()
-
-        self.work = work
+        self.work = lerobot_update(policy, lambda: policy(inputs)[0])
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         return result | {"tokens": int(inputs["attention_mask"].sum()), "trained": trained}
 

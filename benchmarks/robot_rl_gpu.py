@@ -46,6 +46,7 @@ class Chain:
 
 
 def read(artifact: Artifact, name: str) -> Any:
+    """Return the contents of an artifact's JSON file."""
     return json.loads((artifact.path / name).read_text())
 
 
@@ -62,8 +63,13 @@ def measure(name: str, seeds: Sequence[int], changes: Sequence[str]) -> list[dic
         trained = chain.run("train-vla-rl", policy=start)
         after, history = chain.run("evaluate-libero", policy=trained), read(trained, "history.json")
         compared = read(chain.run("compare-libero", first=before, second=after), COMPARISON_FILE)
-        entry = {"seed": seed, "metrics": read(after, METRICS_FILE), "comparison": compared, "seconds": chain.seconds}
-        entry["history"] = history
+        entry = {
+            "seed": seed,
+            "metrics": read(after, METRICS_FILE),
+            "comparison": compared,
+            "seconds": chain.seconds,
+            "history": history,
+        }
         result.append(entry)
         print(json.dumps({**entry, "history": [round(row["reward"], 2) for row in history]}), flush=True)
     return result

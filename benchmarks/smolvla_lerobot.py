@@ -1,6 +1,6 @@
 """LeRobot's half of the GPU benchmark of SmolVLA, in a Python that has LeRobot 0.6.1; see `benchmarks.lerobot_gpu`.
 
-Usage: smolvla_lerobot.py [compiled] [small]. Updates are those of lerobot-train: TF32, and autocast as with `use_amp`.
+Usage: smolvla_lerobot.py [compiled] [small]. It updates as lerobot-train does: with TF32, in bfloat16 under autocast.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from policy_case import COMPARED, Side, fill, norm_of, serve
+from policy_case import COMPARED, Side, fill, lerobot_update, norm_of, serve
 from smolvla_case import (
     ACTIONS,
     CAMERAS,
@@ -86,22 +86,13 @@ class LeRobot(Side):
         policy = self._policy(mode)
         result = self._first(policy)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
-        inputs, preset = self._batch(count), policy.config.get_optimizer_preset()
-        optimizer = preset.build(policy.get_optim_params())
-        schedule = policy.config.get_scheduler_preset().build(optimizer, 1000)
-        policy.train()
+        inputs = self._batch(count)
 
-        def work():
+        def loss():
             with self._autocast():
-                loss, _ = policy.forward(inputs)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), preset.grad_clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            return loss.item(), norm.item()
+                return policy.forward(inputs)[0]
 
-        self.work = work
+        self.work = lerobot_update(policy, loss)
         return result | {"trained": sum(p.numel() for p in policy.parameters() if p.requires_grad)}
 
     def _first(self, policy):

@@ -164,8 +164,8 @@ class MemoryEstimate:
     """With a sharded model: bytes that a rank holds unsharded besides its shards. These are the weights outside of
     blocks, and the two largest blocks; see `armature.components.training.sharding.blocks`."""
     activations: int
-    """Bytes that transformer layers save for the backward pass, see `layer_values`; with gradient checkpointing or
-    offloading those of one layer. Layers of linear attention save a state in fp32 for every 64 tokens, too."""
+    """Bytes that transformer layers save for the backward pass; see `layer_values`. With gradient checkpointing or
+    offloading, one layer counts. A layer with linear attention also saves a state in fp32 for every 64 tokens."""
     images: int
     """Bytes that the layers of a trained vision tower save for the backward pass, for the assumed part of images in a
     micro-batch; see `IMAGE_TOKENS`."""

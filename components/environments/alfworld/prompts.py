@@ -104,7 +104,9 @@ First think about the next step, inside <think> </think>. Then give exactly one 
                 )
             known = "|".join(places)
             if mistyped := re.search(rf"\{{(?:\s+(?:{known})\b|(?:{known})\b(?!}}))", getattr(self, name)):
-                raise PydanticCustomError("mistyped_place", f"{name} has {mistyped[0]!r}: write {{NAME}} as it is")
+                raise PydanticCustomError(
+                    "mistyped_place", f"{name} has {mistyped[0]!r}: write {{NAME}}, without spaces"
+                )
         needed = {"first": ("{task}", "{observation}"), **({"later": ("{task}",)} if self.history_length else {})}
         for name, ways in needed.items():
             if not any(way in getattr(self, name) for way in ways):

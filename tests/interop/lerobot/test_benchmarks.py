@@ -27,7 +27,7 @@ def old() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU gets the released sizes")
 def test_both_sides_of_the_policy_benchmark_do_equal_work(tmp_path, monkeypatch):
     if old():
         refused = subprocess.run([PYTHON, HALF, "small"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -43,7 +43,7 @@ def test_both_sides_of_the_policy_benchmark_do_equal_work(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU gets the released sizes")
 def test_both_sides_of_the_smolvla_benchmark_do_equal_work(tmp_path, monkeypatch):
     """LeRobot's half is `smolvla_lerobot`."""
     monkeypatch.setenv("ARMATURE_LEROBOT_PYTHON", str(PYTHON))
