@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import sqrt
+from dataclasses import replace
+from math import frexp, sqrt
 from time import perf_counter
 from typing import Any
 
@@ -71,6 +72,7 @@ class PolicyLearner(TrainingEngine[PolicyModel]):
         self.model.train()
         if self.settings.mode == "expert":
             self.model.vlm.eval()
+        micro_batches = self._scaled(micro_batches)
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
         denominators = LossDenominators(**self.ranks.sum(self._denominators(micro_batches)._asdict()))
         parts: list[dict[str, Tensor]] = []
@@ -100,6 +102,22 @@ class PolicyLearner(TrainingEngine[PolicyModel]):
             for name, attribute in LOSSES.items():
                 sums[name] += float(getattr(losses, attribute))
         return sums
+
+    def _scaled(self, micro_batches: Sequence[PolicyMicroBatch]) -> Sequence[PolicyMicroBatch]:
+        """Scale weights by a power of two, so that the largest of the update is between 1/2 and 1.
+
+        Only ratios of weights count, and this keeps their bits, but sums of weights near the limits of float32 would
+        overflow, and losses would vanish.
+        """
+        weighted = [(micro, micro.batch.weights) for micro in micro_batches if micro.batch.weights is not None]
+        if not weighted:
+            return micro_batches
+        largest = max(self.ranks.gather(max(float(weights.max()) for _, weights in weighted)))
+        factor = 2.0 ** -frexp(largest)[1]
+        return [
+            replace(micro, batch=replace(micro.batch, weights=(weights.double() * factor).float()))
+            for micro, weights in weighted
+        ]
 
     def _denominators(self, micro_batches: Sequence[PolicyMicroBatch]) -> LossDenominators:
         """Return the denominators of the losses, summed over `micro_batches` of this rank only."""

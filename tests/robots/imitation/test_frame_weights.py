@@ -53,13 +53,16 @@ def micro_batch(training: AssembledTraining, frames: list[int], weights: list[fl
 
 
 def test_weight_counts_as_repetition(assembled) -> None:
-    repeated, weighted, scaled = (
+    repeated, *weighted = (
         assembled().learner.step([micro_batch(assembled(), frames, weights)])
-        for frames, weights in (([1, 5, 5, 5, 9], None), ([1, 5, 9], [1.0, 3.0, 1.0]), ([1, 5, 9], [1e-4, 3e-4, 1e-4]))
+        for frames, weights in (
+            ([1, 5, 5, 5, 9], None),
+            *(([1, 5, 9], [scale, 3 * scale, scale]) for scale in (1.0, 1e-4, 2.0**-149, 1e38)),  # float32's limits
+        )
     )
-    for name in ("loss", "grad_norm"):
-        assert weighted[name] == pytest.approx(repeated[name], rel=1e-5)
-        assert scaled[name] == pytest.approx(repeated[name], rel=1e-5), "only ratios of weights count"
+    for scaled in weighted:
+        for name in ("loss", "grad_norm"):
+            assert scaled[name] == pytest.approx(repeated[name], rel=1e-5), "only ratios of weights count"
 
 
 def test_weights_of_an_update_are_split_over_micro_batches(assembled) -> None:
