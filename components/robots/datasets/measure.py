@@ -180,6 +180,8 @@ def plan(
             raise ConfigurationError(
                 f"feature {name!r} is {dataset.feature(name).dtype}, neither a number nor an image",
                 code="feature_not_measurable",
+                where="statistics.features",
+                remedy="name features that are numbers or images, or leave the setting out",
             )
     images = tuple(name for name in chosen if dataset.feature(name).is_visual)
     numbers = tuple(name for name in chosen if name not in images)

@@ -17,6 +17,9 @@ from armature.components.contracts.errors import DataError
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 LEVELS = np.array(list(QUANTILES.values()))
 
+LARGEST = np.float64(1e150)  # as float64, because numpy would cast a Python float to float32
+"""Values are smaller, so that their squares are finite."""
+
 Array = NDArray[Any]
 
 
@@ -230,11 +233,11 @@ def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_epis
             code="frame_count_mismatch",
             where=f"feature {feature!r}",
         )
-    if rows.dtype.kind == "f" and not (finite := np.isfinite(rows)).all():
-        row, column = np.argwhere(~finite)[0]
+    if rows.dtype.kind == "f" and not (usable := np.isfinite(rows) & (np.abs(rows) < LARGEST)).all():
+        row, column = np.argwhere(~usable)[0]
         episode = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
         raise DataError(
-            f"value {column} of feature {feature!r} is {rows[row, column]}",
+            f"value {column} of feature {feature!r} is {rows[row, column]}, not a finite number below {LARGEST:g}",
             code="feature_not_finite",
             where=f"episode {first_episode + episode}, frame {row - sum(lengths[:episode])}",
             remedy="fix or remove the episode: with such statistics every normalized value would be NaN",

@@ -413,13 +413,19 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     for name in cameras.values():
         if not dataset.feature(name).is_visual:
             raise ConfigurationError(
-                f"feature {name!r} is not a camera", code="feature_not_a_camera", where=str(dataset.files)
+                f"feature {name!r} is not a camera",
+                code="feature_not_a_camera",
+                where=str(dataset.files),
+                remedy=f"choose cameras among {', '.join(images) or 'none: the dataset has no images'}",
             )
     episodes: Sequence[int] = range(count) if settings.episodes is None else sorted(set(settings.episodes))
     if not episodes or episodes[-1] >= count:
         chosen = f"episode {episodes[-1]}" if episodes else "no episode"
         raise ConfigurationError(
-            f"{chosen} is selected of {count} episodes", code="unknown_episode", where=str(dataset.files)
+            f"{chosen} is selected of {count} episodes",
+            code="unknown_episode",
+            where=str(dataset.files),
+            remedy=f"select episodes from 0 to {count - 1}",
         )
     # A dataset without the usual names can still be measured.
     for column in (state, settings.action, settings.frame_weights):

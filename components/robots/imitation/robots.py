@@ -124,4 +124,12 @@ def _measured(source: DatasetSource, statistics: Mapping[str, Any], settings: Ro
     features = {name: source.dataset.feature(column) for name, column in names.items()}
     features |= {camera: source.dataset.feature(column) for camera, column in source.cameras.items()}
     renamed = {name: statistics[column] for name, column in names.items() if column in statistics}
-    return robot_metadata(renamed, features, settings)
+    robot = robot_metadata(renamed, features, settings)
+    if robot.action_stats.min == robot.action_stats.max is not None:
+        raise DataError(
+            f"no dimension of {source.action!r} ever changes, so there is nothing to learn",
+            code="constant_actions",
+            where=str(source.dataset.files),
+            remedy="name the right feature (dataset.sources, action), or select other episodes",
+        )
+    return robot

@@ -293,13 +293,18 @@ def _feature_stats(
             f"the dataset has no feature {key!r}, or no statistics for it",
             code="statistics_missing",
             where=f"features: {', '.join(features)}; statistics: {', '.join(statistics)}",
-            remedy="run quantile-stats on the dataset",
+            remedy="add the feature to statistics.features, or leave that setting out",
         )
     entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
     try:
         stats = FeatureNormStats(**entry, names=_names(features[key].names))
     except ValidationError as error:
-        raise DataError(_first(error), code="invalid_statistics", where=f"statistics of {key!r}") from error
+        raise DataError(
+            _first(error),
+            code="invalid_statistics",
+            where=f"statistics of {key!r}, whose shape is {list(features[key].shape)}",
+            remedy="state and action need one list of numbers for each frame",
+        ) from error
     if rare := np.flatnonzero(stats.rarely_moving()).tolist():
         log.warning("dimensions %s of %s move rarely: q01 and q99 are replaced by min and max", rare, key)
     if narrow := np.flatnonzero(stats.narrow(RARE_GRIPPER) & ~stats.rarely_moving()).tolist():

@@ -93,6 +93,14 @@ def test_rejects_missing_statistics_and_different_horizons_of_a_tag(
         robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
 
 
+def test_rejects_actions_that_never_change(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
+) -> None:
+    constant = {"min": [1.0] * 3, "max": [1.0] * 3, "q01": [1.0] * 3, "q99": [1.0] * 3}
+    with refused("constant_actions", "'action'", sources[0].dataset.files):
+        robots_of(inputs["policy"], policy_settings(), sources[:1], {"arm": statistics["arm"] | {"action": constant}})
+
+
 def test_rejects_norm_tag_with_another_horizon_than_the_dataset(
     inputs: dict[str, Path],
     sources: tuple[DatasetSource, DatasetSource],

@@ -15,6 +15,8 @@ from armature.components.contracts.errors import DataError
 from armature.components.robots.datasets.lerobot.layout import IMAGE, OWN_FEATURES, Feature
 from armature.components.robots.datasets.quantiles import Array
 
+AGAIN = "fetch, record or convert the dataset again"
+"""Remedy of errors in a data file."""
 PNG = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
@@ -65,7 +67,7 @@ def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -
         sizes.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
     if array.null_count:
-        raise DataError(f"feature {name!r} has missing values", code="feature_value_missing", where=where)
+        raise DataError(f"feature {name!r} has missing values", code="feature_value_missing", where=where, remedy=AGAIN)
     width = math.prod(feature.shape)
     shaped = tuple(sizes) in (feature.shape, (width,)) or (width == 1 and not sizes) or not len(column)
     if not shaped or not _holds(feature, array.type):
@@ -74,6 +76,7 @@ def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -
             f"meta/info.json has {list(feature.shape)} of {feature.dtype}",
             code="frame_shape_mismatch",
             where=where,
+            remedy=f"correct meta/info.json, or {AGAIN}",
         )
     values: Array = array.to_numpy(zero_copy_only=False).reshape(len(column), width)
     return values
@@ -176,14 +179,17 @@ class ExpectedRows:
 
     def _numbers(self, table: pa.Table, name: str, path: str, row: int) -> Array:
         if name not in table.column_names:
-            raise DataError(f"the data file has no column {name!r}", code="column_missing", where=path)
+            raise DataError(f"the data file has no column {name!r}", code="column_missing", where=path, remedy=AGAIN)
         column = table[name]
         if column.null_count:
             at = int(np.argmax(column.is_null().to_numpy()))
             ends = np.cumsum(self.lengths)
             episode = self.episode + min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
             raise DataError(
-                f"{name} is missing", code="feature_value_missing", where=f"{path}, episode {episode}, row {row + at}"
+                f"{name} is missing",
+                code="feature_value_missing",
+                where=f"{path}, episode {episode}, row {row + at}",
+                remedy=AGAIN,
             )
         values: Array = to_numpy(column, name, OWN_FEATURES[name], f"{path}, from episode {self.episode}")[:, 0]
         return values

@@ -275,7 +275,10 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
                 yield pa.Table.from_batches([batch]).select(columns)
         except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(
-                f"the list of episodes cannot be read: {error}", code="episodes_unreadable", where=str(path)
+                f"the list of episodes cannot be read: {error}",
+                code="episodes_unreadable",
+                where=str(path),
+                remedy="meta/info.json may name videos that are not there; fetch or convert the dataset again",
             ) from error
 
     def _write(self, target: Path) -> None:

@@ -113,7 +113,7 @@ def read_info(path: Path) -> DatasetInfo:
             f"the dataset has version {version!r}, not {' or '.join(READ)}",
             code="dataset_version_unsupported",
             where=str(path),
-            remedy="convert it with lerobot's convert_dataset_v21_to_v30",
+            remedy="convert a v2.1 with lerobot's convert_dataset_v21_to_v30, or use a newer Armature",
         )
     try:
         info = DatasetInfo.model_validate(document)
@@ -121,7 +121,10 @@ def read_info(path: Path) -> DatasetInfo:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         raise DataError(
-            f"{key}: {problem['msg']} (value {problem['input']!r:.80})", code="invalid_dataset_info", where=str(path)
+            f"{key}: {problem['msg']} (value {problem['input']!r:.80})",
+            code="invalid_dataset_info",
+            where=str(path),
+            remedy="correct the file, or fetch the dataset again",
         ) from error
     for name in OWN_FEATURES:
         if name not in info.features or not info.features[name].is_number:

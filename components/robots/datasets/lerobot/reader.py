@@ -17,7 +17,7 @@ from armature.components.artifacts.images import decode
 from armature.components.artifacts.tables import read_parquet
 from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.contracts.images import EncodedImage
-from armature.components.robots.datasets.lerobot.columns import PLACES, TOLERANCE, ExpectedRows, to_numpy
+from armature.components.robots.datasets.lerobot.columns import AGAIN, PLACES, TOLERANCE, ExpectedRows, to_numpy
 from armature.components.robots.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange, TaskList
 from armature.components.robots.datasets.lerobot.layout import (
     IMAGE,
@@ -109,9 +109,12 @@ class Dataset:
                 f"the data file cannot be read: {error}",
                 code="data_file_unreadable",
                 where=f"{path}, episode {episode.index}",
+                remedy=AGAIN,
             ) from error
         if missing := sorted({*names} - set(whole.column_names)):
-            raise DataError(f"the data file has no column {missing[0]!r}", code="column_missing", where=str(path))
+            raise DataError(
+                f"the data file has no column {missing[0]!r}", code="column_missing", where=path, remedy=AGAIN
+            )
         table = whole.slice(episode.row - skipped, last.stop - episode.start)
         lengths = self.episodes.lengths(episode.index, last.index)
         ExpectedRows(episode.index, episode.start, lengths, self.info.fps).check(table, path, episode.row)
@@ -183,7 +186,9 @@ class Dataset:
             return decode(EncodedImage(data, media_type(data)))
         except (DataError, KeyError, TypeError) as error:
             where = f"{self.files}, episode {episode.index}, frame {frame}, {name!r}"
-            raise DataError(f"the image cannot be read: {error}", code="image_unreadable", where=where) from error
+            raise DataError(
+                f"the image cannot be read: {error}", code="image_unreadable", where=where, remedy=AGAIN
+            ) from error
 
     def windows(self, name: str, episode: EpisodeRange, offsets: Sequence[int]) -> tuple[Array, Array]:
         """Return a window of the feature around each frame of the episode, and a padding mask.

@@ -231,12 +231,17 @@ def test_encoding_has_no_state(fast: ActionTokens) -> None:
         ),
         ({"observation": replace(OBSERVATION, state=np.zeros(3, np.float32))}, "dimensions_mismatch", [(3,), 2]),
         ({"observation": replace(OBSERVATION, task="x" * 900)}, "example_too_long", [1000]),
+        (
+            {"observation": replace(OBSERVATION, task="take <im_patch>")},
+            "image_token_in_text",
+            ["take <im_patch>", "episode 3, frame 5"],
+        ),
         ({"actions": DONE[:3]}, "chunk_shape_mismatch", [(3, 3), (4, 3)]),
         ({"actions": np.where(DONE == 1, np.nan, DONE)}, "action_not_finite", ["'b'", "step 0"]),
         ({"actions": DONE * 2}, "gripper_out_of_range", ["'gripper'", -2, "step 0"]),
         ({"padding": [True]}, "chunk_shape_mismatch", [(1,), (4,)]),
     ],
-    ids=["camera", "state", "length", "chunk", "nan", "gripper", "padding"],
+    ids=["camera", "state", "length", "image token", "chunk", "nan", "gripper", "padding"],
 )
 def test_rejects_invalid_frames(change: dict[str, Any], code: str, shown: list[Any], fast: ActionTokens) -> None:
     arguments: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change

@@ -67,6 +67,11 @@ class ActionVocabulary:
     eos: int
     pad: int
 
+    @property
+    def image(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images."""
+        return self.image_start, self.image_end, self.image_patch, self.image_column
+
     @classmethod
     def find(cls, tokenizer: Any, config: MolmoAct2Config) -> ActionVocabulary:
         """Read the ids from a transformers fast tokenizer and check them against the checkpoint's configuration.

@@ -133,12 +133,11 @@ class Processor(ModelProcessor):
                 remedy="shorten the task's text, or raise max_sequence_length",
             )
         tokens = self.vocabulary
-        image_tokens = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
         per_image = self.layout.patches**2
         pooling = self.layout.pooling
         return Example(
             input_ids=ids,
-            image_tokens=np.isin(ids, image_tokens),
+            image_tokens=np.isin(ids, tokens.image),
             pixel_values=self.layout.patchify(images),
             pooling=np.concatenate([np.where(pooling < 0, -1, pooling + i * per_image) for i in range(len(images))]),
             labels=None if answer is None else np.concatenate([np.full(len(prompt), IGNORED), answer]),
@@ -177,6 +176,13 @@ class Processor(ModelProcessor):
         bins = state_bins(state, self.config.num_state_tokens) + tokens.state
         task = normalize_language(observation.task) if self.settings.normalize_language else observation.task
         before, after = instruction(task, self._setup, self._control)
+        if np.isin(self._tokens(before), tokens.image).any():
+            raise DataError(
+                "the text contains image tokens",
+                code="image_token_in_text",
+                where=f"{where or 'the prompt'}, task {task!r:.80}",
+                remedy="change the task's text",
+            )
         labeled = [part for label in image_labels(images) for part in (self._tokens(label), image)]
         state_ids = np.array([tokens.state_start, *bins, tokens.state_end])
         return np.concatenate([[tokens.bos], *labeled, self._tokens(before), state_ids, self._tokens(after)])
