@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.config
+from functorch.compile import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 
 
 @contextmanager
@@ -27,4 +30,18 @@ def trace_only() -> Iterator[None]:
     constants = torch._dynamo.config.patch(specialize_int=True, specialize_float=True)
     with pytest.MonkeyPatch.context() as patch, constants:
         patch.setattr(torch, "compile", traced)
+        yield
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside the block, Inductor divides a layer into a forward and a backward graph as it always does, but torch's own
+    kernels run them."""
+
+    def divided(graph: torch.fx.GraphModule, inputs: list[Any], **how: Any) -> Any:
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part), **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("armature.components.models.compiled.compile_fx", divided)
         yield

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import set_tqdm_hook
 
 from armature.components.artifacts.tensors import new_checkpoint_folder, read_tensors
@@ -168,9 +169,27 @@ def load_model(
     apply_image_attention(model)
     register_body(model)
     model = _freeze_and_adapt(model, settings, device)
-    if settings.gradient_checkpointing is True:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
+    if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
+        recompute_activations(model, settings.gradient_checkpointing)
     return (model if empty else model.to(device)).eval()
+
+
+def recompute_activations(model: Any, share: float = 1.0) -> None:
+    """Recompute activations in the backward pass, in the first layers of the language model and of the vision tower.
+
+    The backward pass begins with the last layers, which therefore keep their activations: they are freed before it
+    computes activations of the first layers again.
+
+    Args:
+        model: a transformers model, with or without adapters.
+        share: part of the layers that recompute; the other layers keep their activations.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            for layer in list(stack)[round(share * len(stack)) :]:
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.gradient_checkpointing = False
 
 
 def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, MappedWeights]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -15,6 +15,7 @@ from armature.components.machine.registry import suggestion
 TINY_PREFIX = "tiny/"
 """Prefix of sources that are made from a seed: tiny/<family>."""
 ImageAttention = Literal["causal", "bidirectional"]
+Recomputation = bool | Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
 
 class AdapterSettings(Settings):
@@ -76,9 +77,10 @@ class ModelSettings(Settings):
     quantization: Literal["nf4"] | None = None
     """Store the language model's frozen weights, below its adapters, in 4 bits (QLoRA): nf4. Servers get the
     dequantized weights in model.dtype."""
-    gradient_checkpointing: bool | Literal["auto"] = False
-    """Recompute activations in the backward pass to save memory. auto does so if the activations do not fit in memory
-    by the estimate of `armature check`. The numbers are the same either way."""
+    gradient_checkpointing: Recomputation = False
+    """Recompute activations in the backward pass to save memory. A share between 0 and 1 does so in that part of the
+    layers, the first ones. auto is the smallest share with which the activations fit in memory by the estimate of
+    `armature check`. The numbers are the same either way."""
     tiny: TinySettings | None = None
     """Sizes of a tiny/FAMILY model; leave it out for other sources."""
 

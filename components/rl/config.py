@@ -24,7 +24,7 @@ from armature.components.evaluation.settings import HeldoutSetSettings
 from armature.components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from armature.components.machine.registry import suggestion
 from armature.components.machine.resources import gpu_count
-from armature.components.models.settings import LoraSettings
+from armature.components.models.settings import LoraSettings, Recomputation
 from armature.components.rl.settings import LoopSettings, PreflightSettings
 from armature.components.rollouts.settings import BatchSettings, GroupMean, RolloutSettings
 from armature.components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
@@ -160,9 +160,10 @@ class MultimodalRLConfig(BaseModel):
     bf16: bool = Field(default_factory=lambda: gpu_count() > 0)
     """Compute matrix products in bf16; the trained weights stay fp32. A model that is given by name is also loaded,
     published and served in bf16. By default it is so on GPUs."""
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass to save memory. "auto" does so if a model that is given by name needs
-    it to fit in memory. The numbers are the same either way."""
+    gradient_checkpointing: Recomputation = "auto"
+    """Recompute activations in the backward pass to save memory; a number between 0 and 1 does so in that part of the
+    layers. "auto" does so in as many layers as a model that is given by name needs to fit in memory. The numbers are
+    the same either way."""
     save_steps: PositiveInt = 500
     """Number of steps between checkpoints."""
     save_total_limit: PositiveInt = 2

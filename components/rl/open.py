@@ -283,11 +283,12 @@ def check(
         size = scoring.parameters * (4 if processes.shards > 1 else BYTES[teacher.dtype]) / processes.shards
         context.events.message(f"teacher weights        {size / GIB:.2f} GiB on each rank, beside the trainer's")
     if settings.model.gradient_checkpointing == "auto":
-        choice = "recomputes" if model.gradient_checkpointing else "keeps"
+        recomputed = float(model.gradient_checkpointing)
+        choice = f"recomputes activations of {recomputed:.0%} of the layers" if recomputed else "keeps activations"
         context.events.message(
             "gradient checkpointing  auto: each rank keeps activations if they fit on its node"
             if elsewhere
-            else f"gradient checkpointing  auto: the backward pass {choice} activations on this machine"
+            else f"gradient checkpointing  auto: the backward pass {choice} on this machine"
         )
     if available is not None and (share := processes.server_share) is not None:
         context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))

@@ -38,7 +38,7 @@ from armature.components.inference.command import placeholder_token_ids, vocabul
 from armature.components.inference.pool import ServerPool
 from armature.components.machine.hub import commit_of
 from armature.components.models.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
-from armature.components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
+from armature.components.models.load import load_model, load_processor, recompute_activations, save_checkpoint
 from armature.components.models.reserved_tokens import reserved_tokens
 from armature.components.models.settings import ModelSettings
 from armature.components.models.source import check_source_name, locate
@@ -284,8 +284,8 @@ class MultimodalGRPOTrainer:
         """
         if not isinstance(model, str | Path):
             network: Any = model
-            if self.config.gradient_checkpointing is True:
-                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
+            if self.config.gradient_checkpointing and self.config.gradient_checkpointing != "auto":
+                recompute_activations(network, self.config.gradient_checkpointing)
             return network, tokenizer
         tqdm.write(f"Loading VLM: {model}")
         settings = self._source

@@ -18,7 +18,7 @@ from armature.components.inference.probe import LIKELIEST, WORDS, Probe
 from armature.components.models.attention import needs_no_mask
 from armature.components.models.context_parallel import ContextParallel, to_device
 from armature.components.models.experts import RouterHooks
-from armature.components.models.load import RECOMPUTATION
+from armature.components.models.load import recompute_activations
 from armature.components.models.lora import base_model
 from armature.components.models.packed import Packing, packed_states, use_packed_attention
 from armature.components.vlm.distillation import candidate_logprobs, likeliest_tokens
@@ -81,13 +81,13 @@ class Policy(nn.Module):
 
     @property
     def recomputes(self) -> bool:
-        """True if activations are recomputed in backward passes."""
+        """True if the backward pass recomputes the activations of all layers."""
         layers = (each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer))
-        return any(layer.gradient_checkpointing for layer in layers)
+        return all(layer.gradient_checkpointing for layer in layers)
 
     def recompute_activations(self) -> None:
-        """Recompute activations in backward passes from now on. The results stay the same."""
-        base_model(self.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
+        """Recompute the activations of all layers in backward passes from now on. The results stay the same."""
+        recompute_activations(base_model(self.model))
         self._set_modes()
 
     def _set_modes(self) -> None:

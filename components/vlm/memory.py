@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -103,13 +104,13 @@ def layer_values(skeleton: PreTrainedModel, model: ModelSettings, trainer: Train
 
     Attention saves queries, keys, values and its output, but no scores. The MLP saves gate, activation, up and their
     product. A norm saves its input, its normalized input and its output, and in bf16 the input in fp32 too. Under
-    autocast from fp32 weights the sums between layers are fp32, which counts twice. Compiled layers save 34 bytes per
-    token and hidden unit in bf16 (arXiv 2205.05198), within 5 % on an H200.
+    autocast from fp32 weights the sums between layers are fp32, which counts twice.
+
+    Compiled layers save of a norm the input, of the first one the output too, because attention is not compiled with
+    it, and of the MLP gate and up; see `armature.components.models.compiled`.
     """
     text = skeleton.config.get_text_config()
     experts = expert_values(text)
-    if trainer.torch_compile:
-        return 17 * text.hidden_size + experts
     towers = tuple(f"{prefix}." for prefix in family_of(skeleton.config).vision)
     layers = {name: each for name, each in skeleton.named_modules() if isinstance(each, GradientCheckpointingLayer)}
     layer = [each for name, each in layers.items() if not name.startswith(towers)][-1]
@@ -127,6 +128,8 @@ def layer_values(skeleton: PreTrainedModel, model: ModelSettings, trainer: Train
     beside_heads = attention * any("q_norm" in name for name in norms)
     around = sum("q_norm" not in name and "k_norm" not in name for name in norms)
     mixed, low = trainer.autocast == "bf16" and model.dtype == "float32", model.dtype == "bfloat16"
+    if trainer.torch_compile:
+        return hidden * (around + 1 + mixed) + 2 * attention + 2 * inner + beside_heads + experts
     norm = ceil(hidden * around * (6.5 if mixed else 4 if low else 3))
     return norm + 2 * attention + 4 * inner + (3 if low or mixed else 2) * beside_heads + experts
 
@@ -243,10 +246,14 @@ class MemoryEstimate:
 
 def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
     """Estimate the memory of training the model in the folder `source`, without reading its weights."""
+    return estimate_memory_of(_skeleton(source, model), model, trainer, server_dtype)
+
+
+def _skeleton(source: Path, model: ModelSettings) -> Any:
+    """Return the model in the folder `source` without weights."""
     config = load_config(source, model)
     with torch.device("meta"):
-        skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
-    return estimate_memory_of(skeleton, model, trainer, server_dtype)
+        return AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
 
 
 def estimate_memory_of(
@@ -267,14 +274,10 @@ def estimate_memory_of(
         trainable = model.lora.rank * sum(sum(layer.weight.shape) for layer in adapted)
     width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
     tokens = trainer.max_tokens_per_micro_batch
-    layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
-    inputs = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    layers, inputs = _layers_in_memory(text.num_hidden_layers, model, trainer)
     tower, hidden, patches = vision_tower(config)
     seen = ceil(tokens * IMAGE_TOKENS * patches) if _trains_vision(model) else 0
-    if trainer.activation_offloading:
-        layers, inputs = 1, 0
-    # Recomputation is for one layer of the tower at a time, too, and the inputs of all its layers stay in memory.
-    images = hidden * width * seen * (17 + (tower if inputs else 0) if layers == 1 else 17 * tower)
+    tower, tower_inputs = _layers_in_memory(tower, model, trainer)
     stateful, state = recurrent_layers(text)
     states = min(layers, stateful) * ceil(tokens / CHUNK) * state
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
@@ -293,11 +296,24 @@ def estimate_memory_of(
         optimizer=ceil(trainable * (4 + moments + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
-        activations=layer_values(skeleton, model, trainer) * width * tokens * layers + states + inputs,
-        images=images,
+        activations=layer_values(skeleton, model, trainer) * width * tokens * layers
+        + states
+        + inputs * tokens * text.hidden_size * width,
+        images=hidden * width * seen * (17 * tower + tower_inputs),
         logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
+
+
+def _layers_in_memory(layers: int, model: ModelSettings, trainer: TrainerSettings) -> tuple[int, int]:
+    """Return how many layers of a stack have all activations in memory at once, and how many have only their inputs.
+
+    The backward pass frees all kept activations before the first layers recompute theirs.
+    """
+    if trainer.activation_offloading:
+        return 1, 0
+    recomputed = round((model.gradient_checkpointing == "auto" or model.gradient_checkpointing) * layers)
+    return max(1, layers - recomputed), recomputed
 
 
 def _trains_vision(model: ModelSettings) -> bool:
@@ -307,18 +323,24 @@ def _trains_vision(model: ModelSettings) -> bool:
 def chosen_recomputation(
     source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
 ) -> ModelSettings:
-    """Return `model` with gradient checkpointing "auto" resolved to True or False.
+    """Return `model` with gradient checkpointing "auto" resolved to False, True, or the share of layers that recompute.
 
-    It is turned on if the activations of a micro-batch would leave less than `FREE` of the `available` bytes of a rank.
-    Results are the same either way.
+    It is the smallest share with which the activations of a micro-batch leave `FREE` of the `available` bytes of a
+    rank, or True if no share does. Results are the same either way.
     """
     if model.gradient_checkpointing != "auto":
         return model
-    plain = model.model_copy(update={"gradient_checkpointing": False})
+    skeleton = _skeleton(source, model)
+    layers = skeleton.config.get_text_config().num_hidden_layers
     # Estimate without offloading: recomputing activations is faster than offloading all of them.
     in_memory = trainer.model_copy(update={"activation_offloading": False})
-    estimate = estimate_memory(source, plain, in_memory, "bfloat16").over(processes.shards, processes.context_parallel)
-    return plain.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available * (1 - FREE)})
+    for recomputed in range(layers):
+        chosen = model.model_copy(update={"gradient_checkpointing": recomputed / layers if recomputed else False})
+        estimate = estimate_memory_of(skeleton, chosen, in_memory, "bfloat16")
+        needed = estimate.over(processes.shards, processes.context_parallel).trainer * OVERHEAD
+        if needed <= available * (1 - FREE):
+            return chosen
+    return model.model_copy(update={"gradient_checkpointing": True})
 
 
 def keeps_gathered(

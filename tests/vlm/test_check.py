@@ -139,13 +139,17 @@ def test_memory_estimate_names_the_server_on_the_same_gpu(tiny):
 
 
 @pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (4, 1), (4, 4)])
-def test_auto_checkpointing_is_on_if_activations_do_not_fit(tiny, processes, sharing):
+def test_auto_checkpointing_is_the_smallest_share_that_fits(tiny, processes, sharing):
     ranks = TrainerProcesses(processes=processes, sharding="full", context_parallel=sharing)
     auto, plain, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
-    estimate = estimate_memory(tiny.folder, plain, settings, "float32").over(ranks.shards, sharing)
-    enough = int(estimate.trainer * OVERHEAD / (1 - FREE)) + 1
-    chosen = [chosen_recomputation(tiny.folder, auto, settings, ranks, room) for room in (enough, enough - 2)]
-    assert chosen == [plain, model_settings(gradient_checkpointing=True)]
+    half = model_settings(gradient_checkpointing=0.5)  # of two layers
+    rooms = []
+    for model in (plain, half):
+        estimate = estimate_memory(tiny.folder, model, settings, "float32").over(ranks.shards, sharing)
+        enough = int(estimate.trainer * OVERHEAD / (1 - FREE)) + 1
+        rooms += [enough, enough - 2]
+    chosen = [chosen_recomputation(tiny.folder, auto, settings, ranks, room) for room in rooms]
+    assert chosen == [plain, half, half, model_settings(gradient_checkpointing=True)]
     assert chosen_recomputation(tiny.folder, plain, settings, ranks, 0) == plain
 
 
