@@ -1,4 +1,7 @@
-"""Triton kernels of an optimizer step: gradient accumulation and AdamW. Each reads and writes every number once."""
+"""Triton kernels of an optimizer step: gradient accumulation, AdamW, and moments in 8 bits.
+
+Each reads and writes every number once.
+"""
 
 # Triton gives its functions their types.
 # mypy: disable-error-code="no-untyped-def"
@@ -6,12 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from armature.components.models.blockwise import Codes
 from armature.components.models.context_parallel import to_device
 
 BLOCK = 1024
@@ -160,3 +165,72 @@ def update(
         MASTER=rests[0].dtype == torch.int16, ALIGNED=0 if (pointers % ALIGNED).any() else ALIGNED,
         BLOCK=BLOCK, CHUNK=CHUNK, COLUMNS=COLUMNS,
     )  # fmt: skip
+
+
+# --- Moments in 8 bits ---
+
+LEVELS = 8
+"""Depth of the search tree, for codes of 8 bits."""
+ROWS = 8
+"""Number of blocks with a scale each that one program processes."""
+
+
+@triton.jit
+def _places(count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, place, row * BLOCK < count, place < count
+
+
+@triton.jit
+def _dequantize(indices, scales, table, out, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, place, has_scale, inside = _places(count, ROWS, BLOCK)
+    code = tl.load(table + tl.load(indices + place, inside, other=0).to(tl.int32))
+    tl.store(out + place, code * tl.load(scales + row, has_scale, other=0.0)[:, None], inside)
+
+
+@triton.jit
+def _quantize(
+    numbers, tree, indices, scales, count, least, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+):
+    row, place, has_scale, inside = _places(count, ROWS, BLOCK)
+    number = tl.load(numbers + place, inside, other=0.0)
+    largest = tl.max(tl.abs(number), 1)
+    tl.store(scales + row, largest, has_scale)
+    share = tl.div_rn(number, tl.where(largest > 0, largest, 1.0)[:, None])
+    node = tl.zeros_like(place).to(tl.int32)
+    for _ in tl.static_range(LEVELS):
+        node = 2 * node + 1 + (share > tl.load(tree + node)).to(tl.int32)
+    index = node - ((1 << LEVELS) - 1)
+    tl.store(indices + place, tl.where((number > 0) & (index < least), least, index).to(tl.uint8), inside)
+
+
+def dequantize(indices: Tensor, scales: Tensor, codes: Codes) -> Tensor:
+    """Return what `Codes.dequantize` returns in fp32, bit for bit. `indices` are contiguous."""
+    out, count = torch.empty_like(indices, dtype=torch.float32), indices.numel()
+    programs = (triton.cdiv(count, ROWS * codes.block),)
+    _dequantize[programs](indices, scales, codes.table(out.device), out, count, ROWS=ROWS, BLOCK=codes.block)
+    return out
+
+
+def quantize(numbers: Tensor, codes: Codes, indices: Tensor, scales: Tensor, least: int = 0) -> None:
+    """Write what `Codes.quantize` returns for finite `numbers`, bit for bit, to `indices` and `scales`.
+
+    Args:
+        numbers, indices: fp32 and uint8, contiguous.
+        codes: 256 codes.
+        least: smallest index of a positive number.
+    """
+    count, tree = numbers.numel(), _search_tree(codes, numbers.device)
+    programs = (triton.cdiv(count, ROWS * codes.block),)
+    _quantize[programs](numbers, tree, indices, scales, count, least, ROWS=ROWS, BLOCK=codes.block, LEVELS=LEVELS)
+
+
+@cache
+def _search_tree(codes: Codes, device: torch.device) -> Tensor:
+    """Return the 255 numbers halfway between the codes as a binary tree: the children of node n are 2 n + 1 and
+    2 n + 2."""
+    values = codes.table(device)
+    between = (values[1:] + values[:-1]) / 2
+    halves = [2 ** (LEVELS - 1 - level) for level in range(LEVELS)]
+    return torch.cat([between[half - 1 :: 2 * half] for half in halves])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from armature.components.contracts.errors import DataError
 from armature.components.models.context_parallel import to_device
-from armature.components.models.flash import TRITON
 from armature.components.training.optimizer_state import (
     FIRST,
     LOW,
@@ -28,9 +26,11 @@ from armature.components.training.optimizer_state import (
     STORAGES,
     OptimizerStates,
     State,
+    kernels,
     local_tensor,
     miscount,
     misfit,
+    on_gpu,
 )
 from armature.components.training.sharded_tensors import TensorSpec
 
@@ -254,7 +254,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
             if parameter.grad is not None
         ]
         weight, *others = tensors[0]
-        fused = _on_gpu(weight)
+        fused = on_gpu(weight)
         if self.masters and not fused:
             others[0].mul_(clip)
             master = joined(weight, others[-1])
@@ -271,7 +271,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
             "clip": clip,
         }
         if fused:
-            _kernel().update(*zip(*tensors, strict=True), **numbers)
+            kernels().update(*zip(*tensors, strict=True), **numbers)
         else:
             rounded_update(weight, *others, **numbers)
         torch._foreach_add_([state[STEP] for _, state in pairs], 1)
@@ -339,7 +339,7 @@ def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tup
     groups = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
     for place, (parameter, state) in enumerate(pairs):
         assert parameter.grad is not None
-        fused = _on_gpu(local_tensor(parameter.detach()))
+        fused = on_gpu(local_tensor(parameter.detach()))
         key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if fused else place
         groups[key].append((parameter, state))
     return groups.values()
@@ -352,14 +352,3 @@ def _misfits(where: str, faults: Sequence[str]) -> DataError:
         where=where,
         remedy="load a state saved by this optimizer or by torch's AdamW, with weights of the same dtypes",
     )
-
-
-def _on_gpu(weight: Tensor) -> bool:
-    """Check that the Triton kernel can update `weight`."""
-    return weight.is_cuda and weight.is_contiguous() and TRITON
-
-
-def _kernel() -> ModuleType:
-    from armature.components.training import kernels
-
-    return kernels

@@ -8,7 +8,9 @@ device and takes them back afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import SIGNED, UNSIGNED
+from armature.components.models.flash import TRITON
 from armature.components.training.sharded_tensors import TensorSpec
 
 OptimizerStates = Literal["device", "cpu", "8bit"]
@@ -34,6 +37,8 @@ MOVED = frozenset({FIRST, SECOND, RESIDUAL, LOW})
 """Slots that `InMainMemory` keeps in main memory."""
 CODES = {FIRST: SIGNED, SECOND: UNSIGNED}
 """The 8-bit code in which each moment is stored, by slot."""
+AT_ONCE = 2**26
+"""Number of elements after which no further parameter is added to a group whose 8-bit moments are fp32 at once."""
 SCALES = "_scales"
 """Suffix of the slot with the scales of an 8-bit moment, as in exp_avg_scales. Each block has one scale."""
 
@@ -197,15 +202,46 @@ class InEightBits(OnDevice):
     def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
         small, large = _by_size(parameters, states)
         yield small
-        for parameter, state in large:
-            lent = state | {name: c.dequantize(state[name], state[name + SCALES]) for name, c in CODES.items()}
-            yield [parameter], [lent]
-            for name, codes in CODES.items():
-                indices, scales = codes.quantize(lent[name])
-                if name == SECOND:
-                    indices.masked_fill_((indices == 0) & (lent[name] > 0), 1)
-                state[name].copy_(indices)
-                state[name + SCALES].copy_(scales)
+        # Several parameters at once, because a GPU updates them in one launch.
+        before = accumulate((parameter.numel() for parameter, _ in large), initial=0)
+        for _, group in groupby(zip(large, before, strict=False), lambda pair: pair[1] // AT_ONCE):
+            pairs = [pair for pair, _ in group]
+            lent = [state | {slot: _plain(state, slot) for slot in CODES} for _, state in pairs]
+            yield [parameter for parameter, _ in pairs], lent
+            for (_, state), plain in zip(pairs, lent, strict=True):
+                for slot in CODES:
+                    _store(state, slot, plain[slot])
+
+
+def _plain(state: State, slot: str) -> Tensor:
+    """Return an 8-bit moment as fp32 numbers."""
+    indices, scales, codes = state[slot], state[slot + SCALES], CODES[slot]
+    if on_gpu(indices):
+        return kernels().dequantize(indices, scales, codes)
+    return codes.dequantize(indices, scales)
+
+
+def _store(state: State, slot: str, moment: Tensor) -> None:
+    """Store an fp32 moment in 8 bits. A number above 0 gets at least the lowest code above 0, in second moments."""
+    indices, scales, codes, least = state[slot], state[slot + SCALES], CODES[slot], int(slot == SECOND)
+    if on_gpu(indices):
+        kernels().quantize(moment, codes, indices, scales, least)
+        return
+    nearest, largest = codes.quantize(moment)
+    indices.copy_(nearest.masked_fill_((nearest < least) & (moment > 0), least))
+    scales.copy_(largest)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Check that the Triton kernels can update `tensor`."""
+    return tensor.is_cuda and tensor.is_contiguous() and TRITON
+
+
+def kernels() -> ModuleType:
+    """Return the module of Triton kernels, which can only be imported if Triton is installed."""
+    from armature.components.training import kernels
+
+    return kernels
 
 
 STORAGES: Mapping[OptimizerStates, Callable[[], Storage]] = {

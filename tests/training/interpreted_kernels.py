@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armature.components.training.kernels import BLOCK, CHUNK, add, update
+from armature.components.models.blockwise import SIGNED, UNSIGNED, Codes
+from armature.components.training.kernels import BLOCK, CHUNK, add, dequantize, quantize, update
 from armature.components.training.optimizer import joined, split
 
 from .update_cases import both_after
@@ -71,3 +72,26 @@ def test_kernel_adds_gradient_like_torch(shape: tuple[int, int]) -> None:
         add(total, gradient, number > 0)
         expected += gradient
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("shape", [(1,), (255,), (16, 16), (257,), (65, 300)])
+@pytest.mark.parametrize("codes", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_eight_bit_kernels_equal_plain_codes(codes: Codes, shape: tuple[int, ...]) -> None:
+    """Sizes are around a block's and a program's. The numbers cover all codes, halfway points between two, and a block
+    of zeros."""
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randn(shape, generator=random) * torch.rand(shape, generator=random) ** 20
+    numbers = numbers.abs() if codes is UNSIGNED else numbers
+    flat, values = numbers.view(-1), torch.tensor(codes.values)
+    if len(flat) > 4 * codes.block:
+        flat[: codes.block] = 0
+        flat[codes.block : 2 * codes.block] = values
+        flat[2 * codes.block : 3 * codes.block - 1] = (values[1:] + values[:-1]) / 2
+        flat[3 * codes.block - 1] = 1
+    indices, scales = torch.empty(shape, dtype=torch.uint8), torch.empty(codes.blocks(len(flat)))
+    quantize(numbers, codes, indices, scales)
+    nearest, largest = codes.quantize(numbers)
+    assert torch.equal(indices, nearest) and torch.equal(scales, largest)
+    assert torch.equal(dequantize(indices, scales, codes), codes.dequantize(nearest, largest))
+    quantize(numbers, codes, indices, scales, least=1)
+    assert torch.equal(indices, nearest.masked_fill((nearest == 0) & (numbers > 0), 1))
