@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -34,6 +34,14 @@ CLOSING = 2.0
 COMPARED = ("observation", "actions", "policy")
 """Parts of the metadata that stay the same on every connection. Ours have the checkpoint's name in `policy`."""
 ResultT = TypeVar("ResultT")
+
+
+class _Connect(connect):
+    """A connection that follows no redirects: another server than the named one would get the images and play."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        """Return the error, so that it is raised."""
+        return exc
 
 
 def _shown(text: str) -> str:
@@ -150,7 +158,8 @@ class ServedPolicy:
 
     def _actions(self, answer: Message) -> NDArray[np.float32]:
         """Return the actions to execute of an answer. That they are finite is checked where they are played."""
-        actions = value_of("actions", answer.get("actions"))
+        with self._named():
+            actions = value_of("actions", answer.get("actions"))
         expected = (self.n_action_steps, self.action_dimensions)
         if (
             not isinstance(actions, np.ndarray)
@@ -192,6 +201,7 @@ class ServedPolicy:
                         self._refuse_change(metadata)
                     connection = self._connections[row]
                     assert connection is not None
+                    await self._refuse_unasked(connection)
                     await connection.send(frame)
                     return self._read(await connection.recv())
             except TimeoutError as error:
@@ -210,7 +220,8 @@ class ServedPolicy:
                         where=url,
                         remedy=f"set {KEY} to the server's key",
                     ) from error
-                lost = f"status {error.response.status_code}"
+                to = error.response.headers.get("Location")
+                lost = f"status {error.response.status_code}" + (f", a redirect to {to}" if to else "")
             except (OSError, UnicodeError, WebSocketException) as error:  # UnicodeError: the host's name is invalid
                 await self._drop(row)
                 closed = isinstance(error, ConnectionClosed) and not error.rcvd_then_sent and error.sent
@@ -232,7 +243,7 @@ class ServedPolicy:
     async def _connect(self, row: int) -> Message:
         """Open a connection and return the server's metadata, which is its first message."""
         headers = {"Authorization": f"{SCHEME}{self._key}"} if self._key else {}
-        connection = self._connections[row] = await connect(
+        connection = self._connections[row] = await _Connect(
             self._settings.url,
             additional_headers=headers,
             compression=None,
@@ -254,7 +265,8 @@ class ServedPolicy:
             ServerError: it is an error.
         """
         if isinstance(frame, bytes):
-            return unpack(frame)
+            with self._named():
+                return unpack(frame)
         lines = [line.strip() for line in _shown(frame).strip().splitlines()] or ["an empty text"]
         raise ServerError(
             f"the policy server reports an error: {lines[-1]:.300}" if len(lines) > 3 else f"{' '.join(lines):.300}",
@@ -262,6 +274,35 @@ class ServedPolicy:
             where=self._settings.url,
             remedy="see the server's log; check policy.server.camera_fields and state_field",
         )
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add the server's address to the errors of its messages."""
+        try:
+            yield
+        except DataError as error:
+            raise DataError(
+                error.what,
+                code=error.code,
+                where=f"{error.where}, {self._settings.url}" if error.where else self._settings.url,
+                remedy="check that this server speaks openpi's protocol, then start again: finished episodes are kept",
+            ) from error
+
+    async def _refuse_unasked(self, connection: ClientConnection) -> None:
+        """Check that no message waits before a request is sent: it would be taken for the answer.
+
+        Raises:
+            DataError: there is one.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await connection.recv()
+                raise DataError(
+                    "the policy server has sent more than one message for a request",
+                    code="served_message_unasked",
+                    where=self._settings.url,
+                    remedy="let the server answer each observation once; its answers belong to other observations",
+                )
 
     async def _drop(self, row: int) -> None:
         connection, self._connections[row] = self._connections[row], None

@@ -28,10 +28,16 @@ class HangUp(Exception):
 
 @contextmanager
 def openpi_server(
-    answer: Answer, metadata: Any = None, key: str | None = None, port: int = 0, max_size: int | None = None
+    answer: Answer,
+    metadata: Any = None,
+    key: str | None = None,
+    port: int = 0,
+    max_size: int | None = None,
+    sent: int = 1,
+    moved: str | None = None,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Serve `answer` while the block runs; yield the address and the list of all requests. A function as `metadata` is
-    called for each connection."""
+    called for each connection. Each answer is sent `sent` times. Connections are redirected to `moved`."""
     requests: list[dict[str, Any]] = []
     lock, connections = threading.Lock(), list[ServerConnection]()
 
@@ -47,7 +53,8 @@ def openpi_server(
                     made = answer(request)
                 if made is not None:
                     timing = {"server_timing": {"infer_ms": 1.5}}
-                    connection.send(made if isinstance(made, bytes | str) else encode({"actions": made, **timing}))
+                    for _ in range(sent):
+                        connection.send(made if isinstance(made, bytes | str) else encode({"actions": made, **timing}))
         except (ConnectionClosed, HangUp):
             return
         except Exception as error:
@@ -55,6 +62,10 @@ def openpi_server(
             connection.close(1011, "Internal server error. Traceback included in previous frame.")
 
     def admit(connection: ServerConnection, request: Any) -> Any:
+        if moved is not None:
+            response = connection.respond(302, "")
+            response.headers["Location"] = moved
+            return response
         wanted = None if key is None else f"Api-Key {key}"
         return None if request.headers.get("Authorization") == wanted or key is None else connection.respond(401, "")
 

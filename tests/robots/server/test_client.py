@@ -115,8 +115,25 @@ def fail(_: dict[str, Any]) -> Any:
     ids=["dimensions", "horizon", "batch", "integers", "list", "missing", "cut", "trailing", "large", "traceback"],
 )
 def test_rejects_bad_answers(answer, code, shown):
-    with openpi_server(answer) as (url, _), opened(url) as policy, refused(code, shown):
+    with openpi_server(answer) as (url, _), opened(url) as policy, refused(code, shown, url):
         policy.predict([observation(0)], [0])
+
+
+def test_second_answer_to_a_request_is_not_taken_for_the_next_one():
+    with openpi_server(lambda _: CHUNK, sent=2) as (url, _), opened(url) as policy:
+        policy.predict([observation(0)], [0])
+        with refused("served_message_unasked", url):
+            for number in range(1, 50):  # the second answer may still be on its way
+                time.sleep(0.01)
+                policy.predict([observation(number)], [number])
+
+
+def test_redirects_are_not_followed(monkeypatch):
+    monkeypatch.setattr(client, "PAUSES", ())
+    other = "ws://127.0.0.1:1"
+    server, shown = openpi_server(lambda _: CHUNK, moved=other), f"status 302, a redirect to {other}"
+    with server as (url, _), refused("policy_server_unreachable", url, shown):
+        opened(url)
 
 
 def test_silent_server_ends_in_a_timeout():
