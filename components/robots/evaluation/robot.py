@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from armature.components.robots.evaluation.settings import PolicyEvaluationSetti
 from armature.components.robots.libero.settings import IMAGES, SimulatorSettings
 from armature.components.robots.policies.lerobot.process import lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotConventions, ServedPolicySettings
+
+log = logging.getLogger(__name__)
 
 ACTION_SIZE, STATE_SIZE = 7, 8
 """Number of values of an action and of a state. An action has 6 numbers for the end effector and 1 for the gripper. A
@@ -110,6 +113,8 @@ def refuse_disagreement(
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{each} of {name}" for name, each in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -188,6 +193,15 @@ def refuse_other_robot(
         except ConfigurationError as error:
             problems.setdefault(source.tag, error)
         else:
+            # Not refused, because some published datasets of LIBERO say 10 although their actions are of 20 Hz.
+            if (fps := source.dataset.info.fps) != simulator.control_freq:
+                log.warning(
+                    "%s has %g frames per second, and simulator.control_freq is %d: unless fps is wrong, the policy "
+                    "will move too fast or too slowly",
+                    source.dataset.files,
+                    fps,
+                    simulator.control_freq,
+                )
             return
     if problems:
         raise next(iter(problems.values()))

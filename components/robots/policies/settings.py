@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from armature.components.contracts.settings import Settings
 
@@ -28,6 +37,7 @@ ONLY_MOLMOACT2 = (
 """Settings of training and playing that other policies do not support, unless they have these values: none, false,
 continuous."""
 Normalization = Literal["quantiles", "mean_std", "identity"]
+Orientation = Literal["upright", "rotated_180", "mirrored", "upside_down"]
 Rotation = Literal["axis_angle", "euler_xyz", "quaternion_xyzw", "quaternion_wxyz", "rotation_6d", "none"]
 
 
@@ -110,8 +120,9 @@ class RobotConventions(Settings):
 
     cameras: tuple[str, ...] = Field(min_length=1)
     """Simulator cameras that the policy sees, in its order: agentview, robot0_eye_in_hand in LIBERO."""
-    image_rotation: Literal["upright", "rotated_180", "mirrored", "upside_down"]
-    """Orientation of images. upright: as in LIBERO's datasets. rotated_180: as robosuite renders them."""
+    image_rotation: Orientation | dict[str, Orientation]
+    """Orientation of images, of all cameras or of each by its name. upright: as in LIBERO's datasets. rotated_180: as
+    robosuite renders them."""
     image_channels: Literal["rgb", "bgr"]
     """Order of color channels."""
     state_dimensions: PositiveInt
@@ -134,6 +145,16 @@ class RobotConventions(Settings):
     """Value of an action's last dimension that closes the gripper."""
     control_freq: PositiveInt
     """Actions per second."""
+
+    @field_validator("image_rotation")
+    @classmethod
+    def _of_each_camera(cls, value: str | dict[str, str], info: ValidationInfo) -> str | dict[str, str]:
+        """Return one orientation if all cameras have the same."""
+        if isinstance(value, str):
+            return value
+        if set(value) != set(info.data.get("cameras", value)):
+            raise ValueError(f"it names {', '.join(value)}: name each camera of `cameras`")
+        return value if len(set(value.values())) > 1 else next(iter(value.values()))
 
 
 class ExternalPolicySettings(Settings):

@@ -42,10 +42,11 @@ class ServedBenchmarkSettings(Settings):
 
     @model_validator(mode="after")
     def _cameras_are_named_once(self) -> Self:
-        if tuple(self.cameras) != self.conventions.cameras or len(set(self.cameras.values())) < len(self.cameras):
+        conventions = self.conventions.cameras
+        if sorted(self.cameras) != sorted(conventions) or len(set(self.cameras.values())) < len(self.cameras):
             raise ValueError(
-                f"cameras names {', '.join(self.cameras)}, conventions.cameras {', '.join(self.conventions.cameras)}: "
-                "name the same cameras in the same order, each with a feature of its own"
+                f"cameras names {', '.join(self.cameras)}, conventions.cameras {', '.join(conventions)}: "
+                "name the same cameras, each with a feature of its own"
             )
         return self
 

@@ -11,8 +11,18 @@ import pytest
 from armature.components.configuration import build_recipe, load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import StageReport
+from armature.components.robots.datasets.lerobot.layout import Feature
+from armature.components.robots.datasets.lerobot.reader import open_dataset
+from armature.components.robots.datasets.lerobot.writer import create_dataset
+from armature.components.robots.datasets.settings import LayoutSettings
+from armature.components.robots.datasets.source import DatasetSource
 from armature.components.robots.evaluation.results import LiberoResult, read_results
-from armature.components.robots.evaluation.robot import libero_conventions, libero_robot, refuse_external
+from armature.components.robots.evaluation.robot import (
+    libero_conventions,
+    libero_robot,
+    refuse_external,
+    refuse_other_robot,
+)
 from armature.components.robots.policies.settings import RobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import read_settings
 from armature.components.robots.policies.stage import POLICY_STAGE
@@ -91,6 +101,32 @@ def test_mismatch_is_refused_with_both_values(name):
         "conventions_disagree", name, *(f"{value:g}" if isinstance(value, float) else value for value in shown)
     ):
         fits(wrong)
+
+
+ONE_ROTATED = {"agentview": "upright", "robot0_eye_in_hand": "rotated_180"}
+
+
+def test_orientation_of_images_may_differ_between_cameras():
+    def declared(rotations: Any) -> ServedPolicySettings:
+        return external("ws://a", conventions=LIBERO.model_dump() | {"image_rotation": rotations})
+
+    with refused("conventions_disagree", "rotated_180 of robot0_eye_in_hand"):
+        fits(declared(ONE_ROTATED))
+    fits(declared(dict.fromkeys(ONE_ROTATED, "upright")))
+    with refused("value_error", "image_rotation", "agentview"):
+        declared({"agentview": "upright"})
+
+
+@pytest.mark.parametrize(("fps", "warned"), [(10.0, True), (20.0, False)])
+def test_dataset_with_another_frequency_is_warned_of(tmp_path, caplog, fps, warned):
+    sizes = {"observation.state": 8, "action": 7}
+    features = {name: Feature(dtype="float32", shape=(size,)) for name, size in sizes.items()}
+    with create_dataset(tmp_path / "d", fps=fps, robot_type=None, features=features, layout=LayoutSettings()) as writer:
+        writer.add_episode({name: np.zeros((2, size), np.float32) for name, size in sizes.items()}, "wait")
+    dataset = open_dataset(tmp_path / "d")
+    source = DatasetSource(dataset, "arm", 1.0, None, "observation.state", "action", {}, [0])
+    refuse_other_robot([source], (), SIMULATOR)
+    assert ("10 frames per second, and simulator.control_freq is 20" in caplog.text) == warned
 
 
 def test_simulator_settings_are_conventions_too():

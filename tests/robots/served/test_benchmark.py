@@ -343,7 +343,7 @@ def own_policy(tmp_path_factory) -> Artifact:
 
 
 def for_own(actions: int = 7) -> Any:
-    params = {"cameras": ["front", "wrist"], "more": 6}
+    params = {"cameras": ["wrist", "front"], "more": 6}  # not in alphabetical order
     plan = {"tasks": ("near",), "episodes_per_task": 2, "max_steps": 4, "n_action_steps": 3}
     settings = stage_settings(params, **plan).model_dump(mode="json")
     settings["benchmark"]["cameras"] = {name: f"observation.images.{name}" for name in params["cameras"]}
