@@ -135,6 +135,11 @@ def join_videos(first: Path, second: Path, out: Path) -> None:
     writer.close()
 
 
+def last_frame(path: Path) -> NDArray[np.uint8]:
+    """Return the last frame of a video, uint8 (height, width, 3)."""
+    return _read(path)[0][-1]
+
+
 def _read(path: Path) -> tuple[list[NDArray[np.uint8]], int]:
     with pyav().open(str(path.absolute())) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]

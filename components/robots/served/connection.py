@@ -49,7 +49,7 @@ class BenchmarkMessage:
 class BenchmarkConnection:
     """Connection to a benchmark, and a `SimulatorClient` for each episode that the benchmark starts.
 
-    A benchmark sends an observation before each action; those inside a chunk are not read.
+    A benchmark sends an observation before each action; those inside a chunk are only read for videos.
     """
 
     def __init__(self, connection: ServerConnection, settings: ServedBenchmarkSettings) -> None:
@@ -103,18 +103,24 @@ class BenchmarkConnection:
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         """Send the actions one by one, until the benchmark ends the episode.
 
+        Args:
+            film: return the images before each action; else images inside a chunk are not read.
+
         Raises:
             WorkerError: the benchmark is gone, or silent.
             ConfigurationError: its observation does not have the declared cameras, sizes or dimensions.
             DataError: a message is invalid.
         """
+        frames = []
         for steps, action in enumerate(actions, start=1):
+            if film:
+                frames.append(dict(self._observe().images))
             self.answer(self._latest, ACTION, {"actions": action})
             message = self._next(OBSERVATION, END)
             if message.type == END:
-                return ChunkResult(self._seen, _success(message.payload), steps, [], ended=True)
+                return ChunkResult(self._seen, _success(message.payload), steps, frames, ended=True)
             self._latest = message
-        return ChunkResult(self._observe(), False, len(actions), [])
+        return ChunkResult(self._observe(), False, len(actions), frames)
 
     def progress(self, slot: int = 0) -> list[Any]:
         """Return nothing: benchmarks do not tell the progress."""

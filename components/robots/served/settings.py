@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from armature.components.contracts.settings import Settings
 from armature.components.robots.evaluation.settings import PolicyEvaluationSettings
@@ -68,6 +68,8 @@ class BenchmarkEvaluationSettings(PolicyEvaluationSettings):
     """Episodes of each task. The benchmark makes the start of episode k from k and its own arguments."""
     max_steps: PositiveInt = 500
     """Maximum number of actions of an episode."""
+    videos_per_task: NonNegativeInt = 2
+    """Videos of the first successes of each task, and the same number of first failures."""
 
     @model_validator(mode="after")
     def _tasks_once(self) -> Self:

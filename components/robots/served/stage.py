@@ -16,7 +16,8 @@ from armature.components.robots.served.settings import EvaluateBenchmarkStageSet
 def evaluate_benchmark(
     settings: EvaluateBenchmarkStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Evaluate the policy and write `results.parquet`, `metrics.json`, `eval_info.json` and `report.html`.
+    """Evaluate the policy and write `results.parquet`, `metrics.json`, `eval_info.json`, `videos/` and
+    `report.html`.
 
     Raises:
         ConfigurationError: policy and benchmark disagree, or the benchmark or one of its tasks does not exist.
@@ -34,7 +35,10 @@ def evaluate_benchmark(
     with open_policy(inputs["policy"].path, robot, plan, context) as policy, torch_threads(context.machine):
         outcomes = play_planned(policy, plan, planned, player, context, robot.conventions.action_dimensions)
         results, seconds = collect_results(planned, outcomes), time.monotonic() - started
-        return write_evaluation(policy, settings, results, outcomes, seconds, out, context, title="Evaluation")
+        stills = player.films.collect(planned, outcomes, results, out)
+        return write_evaluation(
+            policy, settings, results, outcomes, seconds, out, context, stills=stills, title="Evaluation"
+        )
 
 
 def benchmark_source(settings: EvaluateBenchmarkStageSettings, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:

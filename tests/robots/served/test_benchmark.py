@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from armature.components.artifacts.videos import pyav
 from armature.components.configuration import build_recipe, load_recipe
 from armature.components.contracts.robots import RobotObservation
 from armature.components.contracts.stages import Artifact, StageReport
 from armature.components.machine.workers.channel import WorkerError
 from armature.components.robots.evaluation.opening import open_own
-from armature.components.robots.evaluation.results import LiberoResult, collect_results, read_results
+from armature.components.robots.evaluation.results import LiberoResult, collect_results, read_results, video_path
 from armature.components.robots.evaluation.schedule import noise_seed
 from armature.components.robots.evaluation.stage import play_planned, torch_threads
 from armature.components.robots.policies.settings import RobotPolicySettings
@@ -278,8 +279,30 @@ def test_stage_writes_results_metrics_and_report(tmp_path):
     numbers = json.loads((out / "metrics.json").read_text())
     assert numbers["success"] == sum(result.success for result in results) / 6 == events.numbers["success"]
     assert list(numbers["tasks"]) == ["plane/0", "plane/1"]
-    assert report.rows == {"episodes": 6, "videos": 0} and report.drops == {}
+    filmed = {path.relative_to(out).as_posix() for path in out.glob("videos/*/*.mp4")}
+    kinds = [(result.task, result.success) for result in results]
+    assert filmed == {video_path(each.key) for i, each in enumerate(results) if kinds[:i].count(kinds[i]) < 2}
+    assert report.rows == {"episodes": 6, "videos": len(filmed)} and report.drops == {}
     assert "Evaluation: plane" in (out / "report.html").read_text()
+
+
+def test_videos_show_the_first_successes_and_failures_also_after_a_lost_run(tmp_path):
+    failures = {"near/1/2": "dies once", "far/0/1": "dies once"}
+    settings = stage_settings({"failures": failures}, episodes_per_task=5, videos_per_task=1)
+    (tmp_path / "work").mkdir()
+    planned = planned_episodes("plane", settings.evaluation)
+    player = BenchmarkPlayer(settings, tmp_path / "work/benchmark", 2)
+    outcomes = play_planned(Push(), settings.evaluation, planned, player, context(tmp_path, Events()), 3)
+    results = collect_results(planned, outcomes)
+    stills = player.films.collect(planned, outcomes, results, tmp_path / "out")
+    first = {(result.suite, result.task, result.success): result for result in reversed(results)}
+    assert {still.key for still in stills} == {result.key for result in first.values()}
+    for result in first.values():
+        with pyav().open(str(tmp_path / "out" / video_path(result.key))) as video:
+            frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+        assert len(frames) == result.steps
+        start = by_hand.start(("near", "far")[result.task], result.episode)
+        assert abs(frames[0].mean() - 40 * np.linalg.norm(start)) < 3
 
 
 def test_server_that_draws_its_own_noise_is_named(tmp_path):
