@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -37,7 +38,7 @@ class SimulatorSettings(Settings):
     )
     """Names of cameras in datasets, after the prefix observation.images., by name in the simulator: agentview =
     image."""
-    resolution: PositiveInt = 256
+    resolution: int = Field(256, ge=2, le=4096)
     """Height and width of the square images, in pixels."""
     control_freq: PositiveInt = 20
     """Actions per second; LIBERO's datasets have 20."""
@@ -65,6 +66,8 @@ class SimulatorSettings(Settings):
         plain = {camera.removesuffix("_image"): name for camera, name in mapping.items()}
         if len(set(plain.values())) < len(mapping):
             raise ValueError(f"two cameras have the same name: {mapping}")
+        if wrong := [name for name in plain.values() if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)]:
+            raise ValueError(f"{wrong[0]!r} cannot be the name of a camera: use letters, digits, _, . and -")
         return plain
 
 

@@ -32,7 +32,7 @@ class ServedBenchmarkSettings(Settings):
     made again if the module, or one beside it that it imports, changes."""
     cameras: dict[str, str] = Field(min_length=1)
     """Names of features by name of an image that the benchmark sends: agentview = observation.images.image."""
-    resolution: PositiveInt = 256
+    resolution: int = Field(256, ge=2, le=4096)
     """Height and width of its images, in pixels."""
     conventions: RobotConventions
     """Conventions of its actions and observations. A policy must have the same."""

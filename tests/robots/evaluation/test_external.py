@@ -23,6 +23,7 @@ from armature.components.robots.evaluation.robot import (
     refuse_external,
     refuse_other_robot,
 )
+from armature.components.robots.libero.settings import SimulatorSettings
 from armature.components.robots.policies.settings import RobotPolicySettings, ServedPolicySettings
 from armature.components.robots.policies.source import read_settings
 from armature.components.robots.policies.stage import POLICY_STAGE
@@ -127,6 +128,20 @@ def test_dataset_with_another_frequency_is_warned_of(tmp_path, caplog, fps, warn
     source = DatasetSource(dataset, "arm", 1.0, None, "observation.state", "action", {}, [0])
     refuse_other_robot([source], (), SIMULATOR)
     assert ("10 frames per second, and simulator.control_freq is 20" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"resolution": 1}, "greater_than_equal"),  # a video needs two rows
+        ({"resolution": 20_000}, "less_than_equal"),  # more than renderers support
+        ({"camera_name_mapping": {"agentview": "../x"}}, "value_error"),
+        ({"camera_name_mapping": {"agentview": ""}}, "value_error"),
+    ],
+)
+def test_rejects_images_that_cannot_be_rendered_or_named(changes, code):
+    with refused(code, next(iter(changes))):
+        SimulatorSettings.model_validate(changes)
 
 
 def test_simulator_settings_are_conventions_too():

@@ -4,11 +4,14 @@ interchange tests compare actions."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.evaluation.robot import libero_robot, refuse_external
 from armature.components.robots.policies.lerobot.process import PROCESSORS, PYTHON, LeRobotPolicy, lerobot_facts
 from armature.components.robots.policies.settings import LeRobotPolicySettings, RobotPolicySettings
@@ -135,3 +138,15 @@ def test_interpreter_and_number_of_actions_are_checked_before_the_process_starts
         LeRobotPolicy(lerobot(folder), folder, None, rows=1, threads=1)
     with refused("chunk_too_short", 11, 10):
         LeRobotPolicy(lerobot(folder), folder, 11, rows=1, threads=1)
+
+
+def test_errors_of_the_process_name_the_checkpoint(tmp_path, monkeypatch):
+    """This environment has no LeRobot, and the weights are no weights."""
+    folder = written(tmp_path)
+    monkeypatch.setenv(PYTHON, sys.executable)
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    images = {"observation.images.image": pixels, "observation.images.wrist_image": pixels}
+    seen = RobotObservation(images, np.zeros(8, np.float32), "wait")
+    with LeRobotPolicy(lerobot(folder), folder, None, rows=1, threads=1) as policy, refused("worker_failed") as caught:
+        policy.predict([seen], [0])
+    assert caught.value.where == f"policy.lerobot.path, {folder}" and "pretrained_model" in caught.value.remedy

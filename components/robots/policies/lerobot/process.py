@@ -209,15 +209,28 @@ class LeRobotPolicy:
                 break
             except WorkerError as error:
                 if attempt == ATTEMPTS or error.code not in ("worker_ended", "idle_worker_lost"):
-                    raise
+                    raise self._named(error) from error
         expected = (len(observations), self.n_action_steps, self.action_dimensions)
         if not isinstance(answer, np.ndarray) or answer.dtype != np.float32 or answer.shape != expected:
             raise WorkerError(
                 f"LeRobot's actions have the shape {getattr(answer, 'shape', None)}, not {expected}",
                 code="worker_reply_invalid",
                 where=self._settings.path,
+                remedy="config.json does not describe these weights: name a folder that LeRobot saved",
             )
         return answer
+
+    def _named(self, error: WorkerError) -> WorkerError:
+        """Return an error of the process with the checkpoint's folder and what to do, in place of the request."""
+        remedies = {
+            "worker_failed": "LeRobot cannot load or compute this checkpoint: evaluate a complete folder "
+            "pretrained_model of LeRobot's version in that environment",
+            "worker_timeout": "set a larger policy.lerobot.timeout_s, or evaluation.rows_per_pass = 1",
+        }
+        remedy = remedies.get(error.code, "see the lines above; it may have needed more memory than there is")
+        return WorkerError(
+            error.what, code=error.code, where=f"policy.lerobot.path, {self._settings.path}", remedy=remedy
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return facts about the policy for reports."""
