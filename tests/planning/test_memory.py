@@ -201,7 +201,7 @@ def released_smolvla() -> SmolVLAParts:
     text |= {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 49280}
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     vlm = SmolVLMConfig(text_config=text, vision_config=vision | {"image_size": 512, "patch_size": 16}, scale_factor=4)
-    return SmolVLAParts(SmolVLAConfig(type="smolvla"), vlm, SMOLVLA, None, Path())
+    return SmolVLAParts(SmolVLAConfig(type="smolvla"), vlm, SMOLVLA, None, Path(), Path())
 
 
 def kept(mode: Mode, **settings: Any) -> VLATrainerSettings:

@@ -121,7 +121,8 @@ def require_robot(robot: RobotMetadata | None, where: Path) -> RobotMetadata:
             "the policy has no statistics to normalize by",
             code="normalization_statistics_missing",
             where=str(where),
-            remedy="train it on a dataset; for a released MolmoAct2, set policy.norm_tag to an entry of its "
+            remedy="train it on a dataset, or use the complete folder of a trained policy (LeRobot's statistics are "
+            "beside policy_preprocessor.json); for a released MolmoAct2, set policy.norm_tag to an entry of its "
             "norm_stats.json",
         )
     return robot
@@ -164,7 +165,7 @@ def camera_images(observation: RobotObservation, cameras: Sequence[str], where: 
     """Return the images of the cameras, in their order.
 
     Raises:
-        DataError: a camera is missing, or there are no cameras.
+        DataError: a camera is missing, there are no cameras, or an image is not uint8 of shape (height, width, 3).
     """
     missing = [camera for camera in cameras if camera not in observation.images]
     if missing or not cameras:
@@ -174,7 +175,16 @@ def camera_images(observation: RobotObservation, cameras: Sequence[str], where: 
             where=where or f"the observation has {', '.join(observation.images) or 'none'}",
             remedy="set image_keys to the cameras that the observation has",
         )
-    return [observation.images[camera] for camera in cameras]
+    images = [observation.images[camera] for camera in cameras]
+    for camera, image in zip(cameras, images, strict=True):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise DataError(
+                f"an image is {image.dtype} of shape {image.shape}, not uint8 of shape (height, width, 3)",
+                code="invalid_image_array",
+                where=f"{where}, {camera}" if where else camera,
+                remedy="convert it to RGB",
+            )
+    return images
 
 
 def normalized_state(observation: RobotObservation, normalizer: Normalizer, where: str, finite: bool = False) -> Floats:

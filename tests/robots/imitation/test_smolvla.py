@@ -53,6 +53,14 @@ def start(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return inputs | {"policy": folder}
 
 
+@pytest.fixture(scope="module")
+def trained(start, tmp_path_factory) -> Path:
+    """Return the folder of a checkpoint after one update."""
+    job = make_job(start, tmp_path_factory.mktemp("trained"), CHANGES, max_steps=1, heldout=None)
+    job.train()
+    return job.checkpoint
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint/model.safetensors")
 
@@ -113,6 +121,7 @@ def test_rejects_settings_without_effect(policy, training, name):
     ("change", "code", "where"),
     [
         ({"images": {}}, "camera_image_missing", "observation.images.front"),
+        ({"images": {"observation.images.front": np.zeros((4, 4, 4), np.uint8)}}, "invalid_image_array", (4, 4, 4)),
         ({"state": np.array([0, np.nan], np.float32)}, "observation_not_finite", "state"),
         ({"state": np.zeros((2, 2), np.float32)}, "dimensions_mismatch", (2, 2)),
         ({"actions": np.full((CHUNK, 3), np.inf)}, "action_not_finite", "step 0"),
@@ -145,6 +154,39 @@ def test_rejects_variants(start, field, value, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with refused("smolvla_config_invalid"):
         family_at(tmp_path).load_parts(tmp_path)
+
+
+def changed(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "where"),
+    [
+        (lambda folder: shutil.rmtree(folder / "vlm"), "checkpoint_file_missing", "vlm"),
+        (lambda folder: (folder / "vlm/config.json").unlink(), "checkpoint_file_missing", "vlm/config.json"),
+        (lambda folder: (folder / "vlm/tokenizer.json").unlink(), "foreign_file_unreadable", "vlm"),
+        (lambda folder: changed(folder / "vlm/config.json", model_type="llama"), "vlm_unsupported", "llama"),
+        (lambda folder: changed(folder / "config.json", resize_imgs_with_padding=[9, 28]), "vlm_unsupported", "9"),
+        (lambda folder: (folder / "policy_preprocessor.json").unlink(), "normalization_statistics_missing", "copy"),
+        (lambda folder: changed(folder / "policy_preprocessor.json", steps=5), "foreign_file_unreadable", "copy"),
+        (
+            lambda folder: changed(
+                folder / "vlm/config.json",
+                text_config=json.loads((folder / "vlm/config.json").read_text())["text_config"] | {"vocab_size": 100},
+            ),
+            "tokenizer_mismatch",
+            "100 tokens",
+        ),
+    ],
+    ids=["vlm", "config", "tokenizer", "other vlm", "small images", "statistics", "steps", "other tokenizer"],
+)
+def test_damaged_folder_is_named(trained, tmp_path, damage, code, where):
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    damage(folder)
+    with refused(code, where):
+        family("smolvla").load_parts(folder).processor()
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])

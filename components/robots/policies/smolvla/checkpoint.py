@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, SmolVLMConfig
 
 from armature.components.artifacts.tensors import new_checkpoint_folder
+from armature.components.contracts.errors import DataError
 from armature.components.contracts.files import foreign
 from armature.components.models.source import locate
 from armature.components.models.tiny.tokenizer import BYTES, train_bpe
@@ -76,7 +77,7 @@ class SmolVLAParts:
     """Everything in a checkpoint except its weights.
 
     robot: statistics to normalize by; None if neither the checkpoint nor a dataset provides them.
-    files: folder with the VLM's configuration and tokenizer.
+    files: folder with the VLM's configuration and tokenizer. folder: the checkpoint.
     """
 
     config: SmolVLAConfig
@@ -84,6 +85,7 @@ class SmolVLAParts:
     settings: RobotPolicySettings
     robot: RobotMetadata | None
     files: Path
+    folder: Path
 
     def processor(self, horizon: int | None = None) -> SmolVLAProcessor:
         """Return the processor; `horizon` is always the policy's own, because there is one robot.
@@ -92,9 +94,16 @@ class SmolVLAParts:
             ConfigurationError: `robot` is None.
             DataError: the tokenizer cannot be read.
         """
-        robot = require_robot(self.robot, self.files)
+        robot = require_robot(self.robot, self.folder)
         with foreign("the tokenizer cannot be read", where=str(self.files), remedy="use the VLM's own files"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.files, local_files_only=True)
+        if (last := max(tokenizer.get_vocab().values())) >= (size := self.vlm.text_config.vocab_size):
+            raise DataError(
+                f"the tokenizer has the token id {last}, the VLM has {size} tokens",
+                code="tokenizer_mismatch",
+                where=str(self.files),
+                remedy="use the VLM's own tokenizer",
+            )
         return SmolVLAProcessor(self.config, tokenizer, self.settings, robot)
 
 
@@ -118,16 +127,48 @@ def load_parts(
     config, files = SmolVLAConfig.load(folder), folder / VLM
     if not files.is_dir():
         name = chosen.checkpoint_path or config.vlm_model_name
+        if name == VLM:  # as a name it would be any folder `vlm` of the working directory
+            raise DataError(
+                "the checkpoint lacks the configuration and tokenizer of its VLM",
+                code="checkpoint_file_missing",
+                where=str(files),
+                remedy="use a policy's complete folder, or set policy.checkpoint_path to the VLM",
+            )
         files = locate(name, chosen.checkpoint_revision, POLICY_WITHOUT_WEIGHTS)
-    with foreign("the VLM's configuration cannot be read", where=str(files / CONFIG)):
-        vlm = SmolVLMConfig.from_dict(read_json(files / CONFIG))
+    vlm = _read_vlm(files / CONFIG, config)
     if robot is None:
         robot, chosen = _saved_robot(folder, config), _adopted(chosen, config, folder)
     else:
         fields = robot_features(chosen, robot, chosen.image_keys or robot.camera_keys)
         fields |= {"chunk_size": chosen.chunk_size, "n_action_steps": chosen.n_action_steps}
         config = SmolVLAConfig.model_validate(config.model_dump() | fields)
-    return SmolVLAParts(config, vlm, chosen, robot, files)
+    return SmolVLAParts(config, vlm, chosen, robot, files, folder)
+
+
+def _read_vlm(file: Path, config: SmolVLAConfig) -> SmolVLMConfig:
+    """Return the configuration of the VLM.
+
+    Raises:
+        DataError: it is of another model, or its patches are larger than the images.
+    """
+    document = read_json(file)
+    if (kind := document.get("model_type")) != SmolVLMConfig.model_type:
+        raise DataError(
+            f"the VLM is of the type {kind!r}, not {SmolVLMConfig.model_type!r}",
+            code="vlm_unsupported",
+            where=str(file),
+            remedy="set policy.checkpoint_path to the SmolVLM that the policy was trained from",
+        )
+    with foreign("the VLM's configuration cannot be read", where=str(file), remedy="use the VLM's own files"):
+        vlm = SmolVLMConfig.from_dict(document)
+    if (side := min(config.resize_imgs_with_padding)) < (patch := vlm.vision_config.patch_size):
+        raise DataError(
+            f"images are resized to {side} pixels, and a patch of the VLM has {patch}",
+            code="vlm_unsupported",
+            where=f"{file}, resize_imgs_with_padding",
+            remedy="use the configuration that the policy was trained with",
+        )
+    return vlm
 
 
 def _adopted(settings: RobotPolicySettings, config: SmolVLAConfig, folder: Path) -> RobotPolicySettings:
@@ -143,7 +184,7 @@ def _saved_robot(folder: Path, config: SmolVLAConfig) -> RobotMetadata | None:
     Cameras have the names that the dataset gives them, before LeRobot renames them.
     """
     file = folder / f"{PREPROCESSOR}.json"
-    with foreign("the steps before the model cannot be read", where=str(file)):
+    with foreign("the steps before the model cannot be read", where=str(file), remedy="use a complete checkpoint"):
         steps, tensors = read_steps(folder)
         if not tensors:
             return None
@@ -274,7 +315,9 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
         tokenizer.save_pretrained(files)
         write_document(files / "processor_config.json", PROCESSOR)
         torch.manual_seed(sizes.seed)
-        return save_policy(folder, SmolVLAParts(config, vlm, settings, None, files), SmolVLA(config, vlm).state_dict())
+        return save_policy(
+            folder, SmolVLAParts(config, vlm, settings, None, files, folder), SmolVLA(config, vlm).state_dict()
+        )
 
 
 def _tokenizer(corpus: tuple[str, ...]) -> PreTrainedTokenizerFast:

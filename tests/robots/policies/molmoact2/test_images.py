@@ -79,13 +79,3 @@ def test_rejects_unsupported_image_processing(name: str, value: object) -> None:
 def test_rejects_side_that_is_not_a_multiple_of_the_patch() -> None:
     with refused("invalid_image_side", 30, 14):
         ImageLayout(side=30, patch=14, pool=2, columns=False)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), image(0, 4)],
-    ids=["floats", "alpha", "gray", "empty"],
-)
-def test_rejects_arrays_that_are_not_rgb_uint8(bad: np.ndarray) -> None:
-    with refused("invalid_image_array", bad.dtype, bad.shape):
-        RELEASED.patchify([bad])

@@ -249,6 +249,17 @@ def test_rejects_invalid_frames(change: dict[str, Any], code: str, shown: list[A
         build(policy(semantics="seed"), fast).encode(**arguments, where="episode 3, frame 5")
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), np.zeros((0, 4, 3))],
+    ids=["floats", "alpha", "gray", "empty"],
+)
+def test_rejects_arrays_that_are_not_rgb_uint8(bad: np.ndarray, fast: ActionTokens) -> None:
+    with refused("invalid_image_array", bad.dtype, bad.shape, "frame 5", CAMERAS[1]):
+        seen = replace(OBSERVATION, images={**OBSERVATION.images, CAMERAS[1]: bad})
+        build(policy(), fast).encode(seen, where="frame 5")
+
+
 def without(word: str) -> tuple[str, ...]:
     """Return the special tokens with `word` renamed."""
     return tuple("<unused>" if each == word else each for each in WORDS + EXTRAS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from armature.components.contracts.errors import ConfigurationError, DataError
+from armature.components.contracts.errors import ConfigurationError
 from armature.components.robots.policies.molmoact2.processing.batch import Ints, Pixels
 
 _CHANNELS = 3
@@ -117,20 +117,10 @@ class ImageLayout:
         return np.ascontiguousarray(windows.reshape(self.rows**2, self.pool**2))
 
     def patchify(self, images: Sequence[Pixels]) -> Pixels:
-        """Return uint8 patches of shape (images, patches, pixels of a patch); channels are last within a patch.
-
-        Raises:
-            DataError: an image is not uint8 of shape (height, width, 3).
-        """
+        """Return uint8 patches of shape (images, patches, pixels of a patch); channels are last within a patch."""
         n, p = self.patches, self.patch
         patches = torch.empty(len(images), n, n, p, p * _CHANNELS, dtype=torch.uint8)
         for one, image in zip(patches, images, strict=True):
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != _CHANNELS or not image.size:
-                raise DataError(
-                    f"an image is {image.dtype} of shape {image.shape}, not uint8 of shape (height, width, 3)",
-                    code="invalid_image_array",
-                    remedy="convert it to RGB",
-                )
             levels = _resize(image, self.side)
             one.copy_(levels.reshape(n, p, n, p * _CHANNELS).transpose(1, 2))
         return patches.reshape(len(images), n * n, p * p * _CHANNELS).numpy()
