@@ -293,7 +293,7 @@ def _feature_stats(
             f"the dataset has no feature {key!r}, or no statistics for it",
             code="statistics_missing",
             where=f"features: {', '.join(features)}; statistics: {', '.join(statistics)}",
-            remedy="add the feature to statistics.features, or leave that setting out",
+            remedy="run quantile-stats on the dataset, with the feature in statistics.features or without that setting",
         )
     entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
     try:
