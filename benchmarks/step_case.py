@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,10 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PretrainedC
 GROUPS, GROUP_SIZE = 8, 8
 PEAK_FLOPS = 989e12
 """Peak bf16 operations per second of an H100 or H200 SXM without sparsity, from their data sheets."""
+LIMIT = "STEP_LIMIT_GIB"
+"""Environment variable with the GiB of GPU memory that PyTorch may allocate, as on a smaller GPU."""
+NO_MEMORY = "out of memory"
+"""Result of a way that needs more memory than there is."""
 TEXT = {
     "hidden_size": 2048,
     "intermediate_size": 11008,
@@ -284,6 +289,12 @@ def _image_flops(vision: dict[str, Any], d: int, patches: int, *, qwen3: bool) -
     mergers = (4 if qwen3 else 1) * ((4 * v) * (4 * v) + 4 * v * d)
     blocks = depth * layer + 2 * 3 * vision["patch_size"] ** 2 * v
     return float(6 * blocks * patches + 6 * mergers * patches / 4 + 12 * patches * v * attended)
+
+
+def limit_memory() -> None:
+    """Let PyTorch allocate only as much GPU memory as the environment variable `LIMIT` says, if it is set."""
+    if (gib := os.environ.get(LIMIT)) and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(float(gib) * 2**30 / torch.cuda.mem_get_info()[1])
 
 
 def clean() -> None:

@@ -6,8 +6,8 @@ The latter is PyTorch's own kernel under flash-attn's names, in `flash_attention
 versions of torch. Both sides keep activations, and both recompute them (gradient checkpointing): a row has one or the
 other. `ROUNDS` times, one side after the other. The cases are those of `benchmarks.step_case`; in U nothing is shared.
 
-Usage: python -m benchmarks.step_gpu WAY..., ways of ours alone as `benchmarks.step_ours` has them; on a CPU of a small
-model.
+Usage: python -m benchmarks.step_gpu WAY..., ways of ours alone as `benchmarks.step_ours` has them, or `fits CASE...`,
+the fastest ways of both sides within `FITTING_GIB`; on a CPU of a small model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from armature.components.machine.resources import VISIBLE, visible_devices
-from benchmarks.step_case import PEAK_FLOPS, WORK, Case, need_gpu, needed_flops
+from benchmarks.step_case import LIMIT, NO_MEMORY, PEAK_FLOPS, WORK, Case, need_gpu, needed_flops
 
 HERE = Path(__file__).parent
 STEPS, ROUNDS = 3, 3
@@ -51,6 +51,47 @@ TRL = tuple(
 """Variants of TRL. Their micro-batches are the fastest on an H200: larger ones do not fit in memory or are not
 faster."""
 
+FITTING_GIB = 76
+"""Memory that PyTorch may allocate on a GPU of 80 GB."""
+OURS_FITTING = {
+    "A": ("24000", "7200,0.2", "9600,8bit,0", "19000,8bit,0.3"),
+    "B": ("70000", "9000,0.2", "9000,8bit,0", "18000,8bit,0.1"),
+    "C": ("40000", "8000,0.15", "14000,8bit,0", "20000,8bit,0.25"),
+    "Q": ("24000", "7500,8bit,0", "11000,8bit,0.1", "24000,8bit,0.6"),
+    "U": ("21000", "7500,8bit,0", "10500,8bit,0.3", "21000,8bit,0.7"),
+}
+"""Variants of ours that need at most `FITTING_GIB` by an estimate, by case: tokens of a micro-batch, where the
+optimizer's states are, and the share of layers that recompute activations. The first of each case recomputes all."""
+TRL_FITTING = dict.fromkeys(OURS_FITTING, ("4", "8"))
+"""Rows of a micro-batch of TRL, which keeps activations."""
+
+
+def fits(cases: Sequence[str], steps: int = STEPS + 1, *, small: bool) -> list[dict[str, Any]]:
+    """Measure the variants of both sides within `FITTING_GIB`, and return a row for each case with the fastest ones."""
+    compiled = "" if small else ",compile"
+    ours = [f"{case},{way},packing,bf16{compiled}" for case in cases for way in OURS_FITTING[case]]
+    trl = [f"bf16,1,0,{case},{rows},4" for case in cases for rows in TRL_FITTING[case]]
+    taken = sides(ours, trl, steps, small=small, limit=FITTING_GIB)
+    rows = [fitting_row(case, taken) for case in cases]
+    for row in rows:
+        print(f"  {row}", flush=True)
+    return rows
+
+
+def fitting_row(case: str, taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fastest variant of each side that did not run out of memory, and the ratio of their medians."""
+    row: dict[str, Any] = {"case": case}
+    for side, prefix in (("ours", ""), ("trl", "trl_")):
+        fitting = [one for one in taken if one["side"] == side and case in one["way"].split(",") and "seconds" in one]
+        for one in sorted(fitting, key=lambda one: statistics.median(one["seconds"]))[:1]:
+            ms = [1e3 * second for second in one["seconds"]]
+            best = {"way": one["way"], "ms": statistics.median(ms), "range": [min(ms), max(ms)]}
+            best |= {name: one[name] for name in ("peak_gib", "norm", "computed")}
+            row |= {prefix + name: value for name, value in best.items()}
+    if "ms" in row and "trl_ms" in row:
+        row["ratio"] = row["ms"] / row["trl_ms"]
+    return row
+
 
 def record() -> None:
     """Measure everything and write the results to the benchmark page."""
@@ -69,8 +110,13 @@ def record() -> None:
     write("step-gpu", device | {"rows": rows, "steps": steps, "note": note})
 
 
-def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = False) -> list[dict[str, Any]]:
+def sides(
+    ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = False, limit: float | None = None
+) -> list[dict[str, Any]]:
     """Measure the variants of both sides, each side in a process of its own, and return the results.
+
+    Args:
+        limit: the GiB of GPU memory that PyTorch may allocate. A way that needs more is a result too.
 
     Raises:
         SystemExit: a way failed.
@@ -84,6 +130,8 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
         environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}  # as our trainer sets it
+        if limit is not None:
+            environment |= {LIMIT: str(limit)}
         if torch.cuda.is_available():
             environment |= {VISIBLE: visible_devices([0])}  # TRL refuses several
         if trl:
@@ -97,7 +145,8 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
             command = [sys.executable, "-m", "benchmarks.step_ours", *shared, *ours]
             subprocess.run(command, env=environment, cwd=HERE.parent, check=True)
         result = [json.loads(line) for line in out.read_text().splitlines()]
-    if failed := [one for one in result if "failed" in one]:
+    expected = "" if limit is None else NO_MEMORY
+    if failed := [one for one in result if one.get("failed", expected) != expected]:
         raise SystemExit("\n".join(f"{one['side']} {one['way']}: {one['failed']}" for one in failed))
     return result
 
@@ -158,4 +207,7 @@ def _seconds(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sides(sys.argv[1:], (), STEPS, small=not torch.cuda.is_available())
+    if sys.argv[1:2] == ["fits"]:
+        fits(sys.argv[2:] or list(OURS_FITTING), small=not torch.cuda.is_available())
+    else:
+        sides(sys.argv[1:], (), STEPS, small=not torch.cuda.is_available())

@@ -1,9 +1,11 @@
 """Our half of the GPU benchmark: updates on tensors at hand.
 
 Usage: python -m benchmarks.step_ours PROCESSORS RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
-the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted. `cpu`
-or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`, `nf4` has base weights in 4 bits, and
-`rounded` what these stand for. `padded` pads widths whatever the trainer would choose, `unpadded` does not.
+the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted. A
+number in place of `keep` is the share of layers that recompute activations; with `stored`, compiled layers keep what
+they would compute again. `cpu` or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`, `nf4`
+has base weights in 4 bits, and `rounded` what these stand for. `padded` pads widths whatever the trainer would choose,
+`unpadded` does not.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,8 @@ from armature.components.families.family import family_of
 from armature.components.machine.resources import exempt_from_collection
 from armature.components.models.adapters import SampleCollator, get_adapter
 from armature.components.models.attention import apply_image_attention
-from armature.components.models.compiled import pad_widths
-from armature.components.models.load import RECOMPUTATION, freeze
+from armature.components.models.compiled import _compiled, _inductor, pad_widths
+from armature.components.models.load import freeze, recompute_activations
 from armature.components.models.lora import NF4Linear, add_adapters, quantize
 from armature.components.models.settings import LoraSettings
 from armature.components.models.varlen import choose_kernels
@@ -42,7 +45,7 @@ from armature.components.vlm.learner import Learner
 from armature.components.vlm.loader import MicroBatchLoader
 from armature.components.vlm.settings import PPO, TrainerSettings
 from benchmarks.rollouts import one_turn
-from benchmarks.step_case import GROUP_SIZE, WORK, Case, clean, make_model, peak_gib, say, sync
+from benchmarks.step_case import GROUP_SIZE, NO_MEMORY, WORK, Case, clean, limit_memory, make_model, peak_gib, say, sync
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -90,11 +93,18 @@ def measure(
     model: Any, collator: SampleCollator, store: ImageStore, samples: list[Sample], steps: int, way: str
 ) -> dict[str, Any]:
     _, tokens, *words = way.split(",")
-    if "keep" not in words:
-        model.gradient_checkpointing_enable(RECOMPUTATION)
+    if share := share_of(words):
+        recompute_activations(model, share)
     if "padded" in words:
         pad_widths(model)
-    with patch("armature.components.vlm.learner.pad_widths") if "unpadded" in words else nullcontext():
+    with ExitStack() as patches:
+        if "unpadded" in words:
+            patches.enter_context(patch("armature.components.vlm.learner.pad_widths"))
+        if "stored" in words:
+            stored = patch("armature.components.models.compiled._inductor", lambda **_: _inductor())
+            patches.enter_context(stored)
+            _compiled.cache_clear()
+            patches.callback(_compiled.cache_clear)
         learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
     loader = MicroBatchLoader(collator, store, workers=0)
     with loader.batch():
@@ -123,6 +133,12 @@ def measure(
     if "profile" in words:
         result["profile"] = profiled(step)
     return result
+
+
+def share_of(words: Sequence[str]) -> float:
+    """Return the share of layers that recompute activations: a number among the words, 0 for `keep`, otherwise 1."""
+    numbers = [float(word) for word in words if word.replace(".", "", 1).isdigit()]
+    return (numbers or [float("keep" not in words)])[0]
 
 
 def restore(model: Any) -> None:
@@ -161,6 +177,7 @@ def profiled(step: Any) -> dict[str, Any]:
 
 def main() -> None:
     processors, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
+    limit_memory()
     with tempfile.TemporaryDirectory() as scratch:
         store = ImageStore(Path(scratch) / "images")
         for way in sys.argv[5:]:
@@ -187,7 +204,7 @@ def main() -> None:
                 result = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
                 say(out, {"side": "ours", "way": way} | result)
             except torch.OutOfMemoryError:
-                say(out, {"side": "ours", "way": way, "failed": "out of memory"})
+                say(out, {"side": "ours", "way": way, "failed": NO_MEMORY})
             except Exception:
                 say(out, {"side": "ours", "way": way, "failed": traceback.format_exc()[-1500:]})
             del model

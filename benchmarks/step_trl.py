@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from step_case import GROUP_SIZE, WORK, Case, clean, make_model, peak_gib, say, sync
+from step_case import GROUP_SIZE, NO_MEMORY, WORK, Case, clean, limit_memory, make_model, peak_gib, say, sync
 from transformers import AutoProcessor, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -121,6 +121,7 @@ def measure(model, processor, case, text, steps, way):
 
 def main():
     warnings.filterwarnings("ignore")
+    limit_memory()
     processors, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
     model, made = None, None
     for way in sys.argv[5:]:
@@ -144,7 +145,7 @@ def main():
             result = measure(model, processor, case, text, steps, way)
             say(out, {"side": "trl", "way": way} | result)
         except torch.OutOfMemoryError:
-            say(out, {"side": "trl", "way": way, "failed": "out of memory"})
+            say(out, {"side": "trl", "way": way, "failed": NO_MEMORY})
         except Exception:
             say(out, {"side": "trl", "way": way, "failed": traceback.format_exc()[-1500:]})
         for parameter in model.parameters():

@@ -150,6 +150,33 @@ class TestSteps:
         theirs = {(way.split(",")[3], way.split(",")[2] == "0") for way in TRL}
         assert ours == theirs == {(case, saved) for case in step_case.WORK for saved in (True, False)}
 
+    def test_fastest_variants_that_fit_are_compared(self) -> None:
+        from benchmarks.step_gpu import fitting_row
+
+        taken = [
+            self.taken("ours", "A,1,8bit,0", 3.0, 1.0, 2.0),
+            self.taken("ours", "A,1,0.2", 4.0),
+            {"side": "ours", "way": "A,9,0", "failed": step_case.NO_MEMORY},
+            self.taken("ours", "B,1,0", 1.0),
+            self.taken("trl", "bf16,1,0,A,4,4", 8.0),
+        ]
+        row, alone = fitting_row("A", taken), fitting_row("B", taken)
+        assert (row["way"], row["range"], row["trl_way"], row["ratio"]) == (
+            *("A,1,8bit,0", [1000.0, 3000.0]),
+            *("bf16,1,0,A,4,4", 0.25),
+        )
+        assert alone["ms"] == 1000 and "ratio" not in alone
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are for a CPU")
+    def test_our_half_within_a_memory_limit_runs_at_toy_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from benchmarks import step_gpu
+
+        assert step_gpu.OURS_FITTING.keys() == step_gpu.TRL_FITTING.keys() == step_case.WORK.keys()
+        monkeypatch.setattr(step_gpu, "OURS_FITTING", {"A": ("2000,8bit,0.5",)})
+        monkeypatch.setattr(step_gpu, "TRL_FITTING", {"A": ()})
+        (row,) = step_gpu.fits(["A"], 1, small=True)
+        assert row["way"] == "A,2000,8bit,0.5,packing,bf16" and row["ms"] > 0
+
     def test_whole_steps_include_trl_without_recomputation(self) -> None:
         from benchmarks.rl_step_gpu import TRL
 
