@@ -22,6 +22,7 @@ from armature.components.training.optimizer_state import (
     FIRST,
     LOW,
     RESIDUAL,
+    SCALES,
     SECOND,
     STORAGES,
     OptimizerStates,
@@ -271,7 +272,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
             "clip": clip,
         }
         if fused:
-            kernels().update(*zip(*tensors, strict=True), **numbers)
+            scales = None
+            if others[1].dtype == torch.uint8:
+                scales = [[state[slot + SCALES] for _, state in pairs] for slot in (FIRST, SECOND)]
+            kernels().update(*zip(*tensors, strict=True), **numbers, scales=scales)
         else:
             rounded_update(weight, *others, **numbers)
         torch._foreach_add_([state[STEP] for _, state in pairs], 1)

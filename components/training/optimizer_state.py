@@ -8,7 +8,6 @@ device and takes them back afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, Protocol
@@ -37,8 +36,6 @@ MOVED = frozenset({FIRST, SECOND, RESIDUAL, LOW})
 """Slots that `InMainMemory` keeps in main memory."""
 CODES = {FIRST: SIGNED, SECOND: UNSIGNED}
 """The 8-bit code in which each moment is stored, by slot."""
-AT_ONCE = 2**26
-"""Number of elements after which no further parameter is added to a group whose 8-bit moments are fp32 at once."""
 SCALES = "_scales"
 """Suffix of the slot with the scales of an 8-bit moment, as in exp_avg_scales. Each block has one scale."""
 
@@ -62,7 +59,8 @@ class Storage(Protocol):
     def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
         """Yield groups of parameters, each parameter with its plain states on its device.
 
-        The caller updates these in place; when it asks for the next group, they are stored.
+        The caller updates these in place; when it asks for the next group, they are stored. Moments in 8 bits are
+        lent as they are if the caller's kernel updates them so.
         """
         ...
 
@@ -202,15 +200,16 @@ class InEightBits(OnDevice):
     def at_work(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> Iterator[Lent]:
         small, large = _by_size(parameters, states)
         yield small
-        # Several parameters at once, because a GPU updates them in one launch.
-        before = accumulate((parameter.numel() for parameter, _ in large), initial=0)
-        for _, group in groupby(zip(large, before, strict=False), lambda pair: pair[1] // AT_ONCE):
-            pairs = [pair for pair, _ in group]
-            lent = [state | {slot: _plain(state, slot) for slot in CODES} for _, state in pairs]
-            yield [parameter for parameter, _ in pairs], lent
-            for (_, state), plain in zip(pairs, lent, strict=True):
-                for slot in CODES:
-                    _store(state, slot, plain[slot])
+        # The kernel that updates bf16 weights on a GPU reads and writes moments in 8 bits.
+        fused = [(p, state) for p, state in large if p.dtype != torch.float32 and on_gpu(p)]
+        yield [parameter for parameter, _ in fused], [state for _, state in fused]
+        for parameter, state in large:
+            if parameter.dtype != torch.float32 and on_gpu(parameter):
+                continue
+            lent = state | {slot: _plain(state, slot) for slot in CODES}
+            yield [parameter], [lent]
+            for slot in CODES:
+                _store(state, slot, lent[slot])
 
 
 def _plain(state: State, slot: str) -> Tensor:

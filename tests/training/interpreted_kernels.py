@@ -12,6 +12,7 @@ from armature.components.models.blockwise import SIGNED, UNSIGNED, Codes
 from armature.components.training.kernels import BLOCK, CHUNK, add, dequantize, quantize, update
 from armature.components.training.optimizer import joined, split
 
+from .test_moments import parameters, train
 from .update_cases import both_after
 
 
@@ -95,3 +96,43 @@ def test_eight_bit_kernels_equal_plain_codes(codes: Codes, shape: tuple[int, ...
     assert torch.equal(dequantize(indices, scales, codes), codes.dequantize(nearest, largest))
     quantize(numbers, codes, indices, scales, least=1)
     assert torch.equal(indices, nearest.masked_fill((nearest == 0) & (numbers > 0), 1))
+
+
+def test_kernel_update_with_eight_bit_moments_equals_its_parts() -> None:
+    """The parts are: dequantize, update with fp32 moments, quantize."""
+    random, fused = torch.Generator().manual_seed(0), list[list[torch.Tensor]]()
+    for shape in ((37, 55), (BLOCK,), (CHUNK + BLOCK + 257,)):
+        moments = torch.randn(shape, generator=random), torch.rand(shape, generator=random) ** 20
+        weight, low = split(torch.randn(shape, generator=random))
+        stored = [
+            each for codes, moment in zip((SIGNED, UNSIGNED), moments, strict=True) for each in codes.quantize(moment)
+        ]
+        fused.append([weight, torch.randn(shape, generator=random), *stored, low])
+    apart = [[tensor.clone() for tensor in tensors] for tensors in fused]
+    for step in (3, 4):
+        numbers = {"rate": 1e-2, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6, "step": step, "clip": 0.25}
+        weights, gradients, firsts, scales1, seconds, scales2, lows = zip(*fused, strict=True)
+        update(weights, gradients, firsts, seconds, lows, **numbers, scales=(scales1, scales2))
+        for weight, gradient, first, scale1, second, scale2, low in apart:
+            m, v = dequantize(first, scale1, SIGNED), dequantize(second, scale2, UNSIGNED)
+            update([weight], [gradient], [m], [v], [low], **numbers)
+            quantize(m, SIGNED, first, scale1)
+            quantize(v, UNSIGNED, second, scale2, least=1)
+    for ours, theirs in zip(fused, apart, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_optimizer_with_eight_bit_kernel_matches_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product and a sum may be rounded at once, after which a moment between two codes may get the other one."""
+    plain, kernel = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    theirs = train(plain, "8bit", range(4))
+    for module in ("optimizer", "optimizer_state"):
+        monkeypatch.setattr(f"armature.components.training.{module}.on_gpu", lambda _: True)
+    ours = train(kernel, "8bit", range(4))
+    for one, other in zip(kernel, plain, strict=True):
+        assert (one == other).float().mean() > 0.98
+        for name, value in ours.state[one].items():
+            if value.dtype == torch.uint8:
+                assert (value == theirs.state[other][name]).float().mean() > 0.99
+            elif value.dtype == torch.float32:
+                torch.testing.assert_close(value, theirs.state[other][name], rtol=1e-5, atol=1e-7)

@@ -160,27 +160,22 @@ def test_eight_bit_moments_match_manual_update() -> None:
     assert state["exp_avg_scales"] == state["exp_avg_sq_scales"] == (torch.float32, 19)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_eight_bit_moments_of_several_parameters_at_once_equal_one_by_one(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together, alone = parameters(dtype, device), parameters(dtype, device)
-    train(together, "8bit", range(5))
-    monkeypatch.setattr("armature.components.training.optimizer_state.AT_ONCE", 1)
-    train(alone, "8bit", range(5))
-    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
-
-
 @pytest.mark.gpu
-def test_gpu_eight_bit_kernels_equal_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, plain = parameters(torch.float32, "cuda"), parameters(torch.float32, "cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_eight_bit_kernels_match_plain_operations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For fp32 weights torch makes the update on both sides, so all bits are equal. The kernel for bf16 weights may
+    fuse a product and a sum, after which a moment between two codes may get the other one."""
+    kernel, plain = parameters(dtype, "cuda"), parameters(dtype, "cuda")
     ours = train(kernel, "8bit", range(5))
     monkeypatch.setattr("armature.components.training.optimizer_state.TRITON", False)
     theirs = train(plain, "8bit", range(5))
     for one, other in zip(kernel, plain, strict=True):
-        assert torch.equal(one, other)
-        assert all(torch.equal(value, theirs.state[other][name]) for name, value in ours.state[one].items())
+        pairs = [(value, theirs.state[other][name]) for name, value in ours.state[one].items()]
+        if dtype == torch.float32:
+            assert torch.equal(one, other) and all(torch.equal(*pair) for pair in pairs)
+        else:
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
+            assert all((a == b).float().mean() > 0.98 for a, b in pairs if a.dtype == torch.uint8)
 
 
 def test_eight_bit_moments_keep_weight_without_gradient_in_place() -> None:
