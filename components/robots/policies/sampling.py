@@ -97,9 +97,6 @@ class FlowSampler(ABC, Generic[Model, Batch]):
     `width`.
     """
 
-    GRAPHED = True
-    """Run the denoising as a CUDA graph on a GPU, which needs a VLM that never waits for the GPU."""
-
     def __init__(self, model: Model, plan: SamplingPlan, horizon: int, group: int, width: int) -> None:
         """
         Args:
@@ -112,7 +109,7 @@ class FlowSampler(ABC, Generic[Model, Batch]):
         on_gpu = self.device.type == "cuda"
         self.group, self.width = group if on_gpu else 1, width
         self._padded = on_gpu
-        graphed = self.GRAPHED and not any(isinstance(module, FSDPModule) for module in model.modules())
+        graphed = not any(isinstance(module, FSDPModule) for module in model.modules())
         self._euler_steps = GraphedFunction(self._euler, self.device) if graphed else self._euler
         self._flow_sde_steps = GraphedFunction(self._flow_sde, self.device) if graphed else self._flow_sde
         self._scored_steps = GraphedFunction(self._scored, self.device) if graphed else self._scored

@@ -178,7 +178,7 @@ class SmolVLA(PolicyModel):
         body = self.vlm.model
         text = body.text_model
         images = batch.images.to(body.vision_model.dtype).flatten(0, 1)
-        hidden = body.connector(body.vision_model(pixel_values=images).last_hidden_state)
+        hidden = body.connector(image_states(body.vision_model, images))
         hidden = hidden.unflatten(0, batch.images.shape[:2]).flatten(1, 2)
         words, state = text.embed_tokens(batch.input_ids), expert.state_proj(batch.state)[:, None]
         scale = math.sqrt(words.shape[-1])
@@ -196,6 +196,18 @@ class SmolVLA(PolicyModel):
             if len(cache) < len(text.layers):
                 x = finished(layer, x, attended(queries, keys, values, mask))
         return Prefix(cache, seen)
+
+
+def image_states(vision: Any, images: Tensor) -> Tensor:
+    """Return the vision model's last states, (N, patches, hidden), of images without padding.
+
+    Its own `forward` waits for the GPU to see that there is no padding, so it cannot be part of a CUDA graph.
+    """
+    sides = (side // vision.patch_size for side in images.shape[2:])
+    patches = torch.ones(len(images), *sides, dtype=torch.bool, device=images.device)
+    x = vision.embeddings(pixel_values=images, patch_attention_mask=patches)
+    states: Tensor = vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state)
+    return states
 
 
 def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,8 +48,6 @@ class PrefixConditions(SharedConditions):
 class SmolVLASampler(FlowSampler[SmolVLA, SmolVLABatch]):
     """Samples chunks of a SmolVLA; see `FlowSampler`."""
 
-    GRAPHED = False
-
     def __init__(self, model: SmolVLA, processor: SmolVLAProcessor, settings: RobotPolicySettings, group: int) -> None:
         plan, width = SmolVLAPlan.of(settings, model.config), model.config.tokenizer_max_length
         super().__init__(model, plan, settings.chunk_size, group, width)
@@ -64,8 +62,8 @@ class SmolVLASampler(FlowSampler[SmolVLA, SmolVLABatch]):
         return PrefixConditions(used, self.model.encode(batch, self.model.action_expert))
 
     def _expert(self, x: Tensor, time: int | Tensor, conditions: PrefixConditions) -> tuple[Tensor, Tensor]:
-        moment = time / self.plan.steps if isinstance(time, int) else time
-        times = torch.as_tensor(moment, dtype=torch.float64, device=x.device).expand(len(x))
+        times = x.new_full((len(x),), time / self.plan.steps, dtype=torch.float64) if isinstance(time, int) else time
+        times = times.double().expand(len(x))
         velocity, states = self.model.action_expert.velocity(x, times, conditions.prefix)
         return velocity.to(x.dtype), states
 
