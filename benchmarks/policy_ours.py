@@ -71,15 +71,6 @@ class Ours(Side):
     def __init__(self, small: bool) -> None:
         super().__init__(small)
         self.config = MolmoAct2Config.from_dict(self.raw)
-        self.reports: list[dict[str, float]] = []
-
-    def measure(self, count: int) -> dict[str, Any]:
-        result, peaks = super().measure(count), [report["memory/peak_gib"] for report in self.reports[-count:]]
-        return result | {"peak_gib": max([result["peak_gib"], *peaks])}  # the learner begins a new peak when it reports
-
-    def close(self) -> dict[str, Any]:
-        self.reports.clear()
-        return super().close()
 
     def _model(self, dtype: Precision, dropout: float) -> MolmoAct2:
         with torch.device("meta"):
@@ -125,7 +116,7 @@ class Ours(Side):
         result = {"loss": losses.total.item(), "norm": norm_of(model.action_expert.parameters())}
         model.zero_grad(set_to_none=True)
         draws = self._draws(batch)
-        self.work = lambda: self.reports.append(learner.step([PolicyMicroBatch(made, next(draws), tokens)]))
+        self.work = lambda: learner.step([PolicyMicroBatch(made, next(draws), tokens)])
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return result | {"tokens": tokens, "trained": trained}
 

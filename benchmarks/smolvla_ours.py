@@ -78,6 +78,8 @@ class Ours(Side):
 
     def open_answer(self, rows: int) -> dict[str, Any]:
         model, examples = self._model(), self._examples(rows, trained=False)
+        if not self.small:
+            model.compile_layers(dynamic=False)
         sampler = SmolVLASampler(model, self.processor, self.settings, rows)
         self.work = lambda: sampler.sample(examples, range(rows))
         return {"norm": self.work()[0, :, :ACTIONS].norm().item()}
@@ -85,7 +87,12 @@ class Ours(Side):
     def open_training(self, mode: Mode, batch: int) -> dict[str, Any]:
         model, frozen = self._model(), mode == "expert"
         settings = VLATrainerSettings(
-            mode=mode, freeze_embedding=frozen, max_steps=1000, batch_size=batch, micro_batch_size=batch
+            mode=mode,
+            freeze_embedding=frozen,
+            max_steps=1000,
+            batch_size=batch,
+            micro_batch_size=batch,
+            torch_compile=not self.small,
         )
         prepare(model, settings, "head")
         learner = PolicyLearner(model, settings, None, Ranks(device=self.device))

@@ -152,7 +152,7 @@ def policy_trainer_parts(
         weights += 4 * sizes.expert  # the copy of the initial expert for the KL term
     recomputes = isinstance(update, VLATrainerSettings) and update.gradient_checkpointing
     discrete = policy.action_mode != "continuous" and update.mode != "expert"
-    example = _example_bytes(sizes, policy.chunk_size * flow_samples, update.mode == "expert", recomputes)
+    example = _example_bytes(sizes, policy.chunk_size * flow_samples, update, recomputes)
     if isinstance(update, VLATrainerSettings) and update.lora_dropout:
         dropped = _dropout_bytes(model, sizes, policy.chunk_size * flow_samples)
         example += dropped // sizes.layers if recomputes else dropped
@@ -166,22 +166,23 @@ def policy_trainer_parts(
     }
 
 
-def _example_bytes(sizes: PolicySizes, actions: int, expert_alone: bool, recomputes: bool) -> int:
+def _example_bytes(sizes: PolicySizes, actions: int, update: PolicyUpdateSettings, recomputes: bool) -> int:
     """Return the number of bytes that one training example's activations take on the GPU.
 
-    A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198). With gradient checkpointing (`recomputes`)
-    one layer at a time keeps them, and every layer keeps its output. A frozen VLM (`expert_alone`) keeps only its keys
-    and values, but for text layers that the state's gradient passes.
+    A layer keeps 17 numbers per token and hidden unit (arXiv 2205.05198), in an expert that is not compiled 24. With
+    gradient checkpointing (`recomputes`) one layer at a time keeps them, and every layer keeps its output. A frozen VLM
+    keeps only its keys and values; without checkpointing the expert keeps them joined to others, and projected, too.
     """
-    shape = sizes.shape
-    widths = {"expert": (actions * shape.expert, shape.layers)}
-    if not expert_alone or shape.state_in_vlm:
-        widths["text"] = ((sizes.tokens + ACTION_TOKENS) * shape.text.hidden_size, shape.layers)
-    if not expert_alone:
-        widths["vision"] = (sizes.cameras * shape.patches * shape.vision.hidden_size, shape.vision.num_hidden_layers)
-    stored = sum(units * layers * (1 if recomputes else 17) for units, layers in widths.values())
-    once = 17 * max(units for units, _ in widths.values()) if recomputes else 0
-    return sizes.width * (stored + once) + sizes.tokens * sizes.key_value_bytes * expert_alone
+    shape, frozen = sizes.shape, update.mode == "expert"
+    widths = {"expert": (actions * shape.expert, shape.layers, 17 if update.torch_compile else 24)}
+    if not frozen:
+        widths["text"] = ((sizes.tokens + ACTION_TOKENS) * shape.text.hidden_size, shape.layers, 17)
+        patches = sizes.cameras * shape.patches
+        widths["vision"] = (patches * shape.vision.hidden_size, shape.vision.num_hidden_layers, 17)
+    stored = sum(units * layers * (1 if recomputes else kept) for units, layers, kept in widths.values())
+    once = max(kept * units for units, _, kept in widths.values()) if recomputes else 0
+    caches = (1 if recomputes else 4) * frozen
+    return sizes.width * (stored + once) + caches * sizes.tokens * sizes.key_value_bytes
 
 
 def _dropout_bytes(model: PolicyModel, sizes: PolicySizes, actions: int) -> int:

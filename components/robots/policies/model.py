@@ -12,12 +12,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
 from armature.components.models.context_parallel import to_device
 from armature.components.robots.policies.flow import FlowConfig, FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings, Semantics
 
 Precision = Literal["float32", "bfloat16"]
+COMPILE_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+"""Options of torch.compile, so that compiled layers round at the same places as plain ones."""
+
+
+def call(module: Callable[..., Any], *inputs: Any) -> Any:
+    """Return `module(*inputs)`.
+
+    Policies call their layers through this function, so that `compile_calls` can replace it by a compiled copy.
+    """
+    return module(*inputs)
+
+
+def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:
+    """Return `module(*inputs)`. If `active`, activations are not kept, and the backward pass recomputes them."""
+    return checkpoint(module, *inputs, use_reentrant=False) if active else module(*inputs)
+
+
+def compile_calls(*parts: Any, dynamic: bool) -> None:
+    """Let each part of a model call its layers, by its attribute `call`, through a compiled copy of `call`.
+
+    Raises:
+        ConfigurationError: there is no C++ compiler.
+    """
+    check_compiler("torch_compile")
+    torch._dynamo.config.recompile_limit = VARIANTS
+    for part in parts:
+        part.call = torch.compile(copy_function(call), dynamic=dynamic, options=COMPILE_OPTIONS)
 
 
 class LossDenominators(NamedTuple):
@@ -118,7 +147,6 @@ class ModelShape(NamedTuple):
     text, vision: configurations of transformers. layers: number of text layers and expert layers.
     expert: width of the expert's layers.
     patches, image_tokens: of an image. text_tokens: largest or assumed number of the other tokens of a prompt.
-    state_in_vlm: the expert's projection of the state is a token of the VLM, so its gradient passes the text layers.
     """
 
     make: Callable[[Precision], PolicyModel]
@@ -129,7 +157,6 @@ class ModelShape(NamedTuple):
     patches: int
     image_tokens: int
     text_tokens: int
-    state_in_vlm: bool = False
 
 
 class SamplingPlan(Protocol):
@@ -263,6 +290,7 @@ class PolicyModel(nn.Module, ABC):
         """Return the autocast context that the whole model computes in."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
+    @abstractmethod
     def checkpoint_gradients(self, active: bool) -> None:
         """Turn activation checkpointing in training on or off."""
 
@@ -273,8 +301,20 @@ class PolicyModel(nn.Module, ABC):
         """Compute the matrix products of the text layers in FP8 from now on, without gradients."""
         raise NotImplementedError("this family has no FP8 layers, which its settings refuse")
 
+    @abstractmethod
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
-        """Compile the layers at their first call."""
+        """Compile vision, text and expert layers at their first call, which fuses elementwise operations.
+
+        Layers of a kind share compiled code. Compiled layers round differently from layers that are not compiled.
+
+        Args:
+            dynamic: True compiles once for batches of all shapes. False compiles for each shape, so that the code of a
+                shape, and its rounding, does not depend on the shapes before it.
+            split: True if the model will be sharded over ranks.
+
+        Raises:
+            ConfigurationError: there is no C++ compiler.
+        """
 
     def freeze_vlm(self, device: torch.device) -> None:
         """Prepare for training with a VLM that is frozen from now on."""

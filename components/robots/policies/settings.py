@@ -30,10 +30,7 @@ OF_MOLMOACT2 = (
     *("softmax_auxiliary_loss_scale", "discrete_loss_token_weighting", "llm_residual_dropout"),
 )
 """Settings that have no effect on other policies, which so keep their defaults."""
-ONLY_MOLMOACT2 = (
-    *("torch_compile", "gradient_checkpointing", "packing", "quantization", "inference_action_mode"),
-    "image_attention_at_inference",
-)
+ONLY_MOLMOACT2 = ("packing", "quantization", "inference_action_mode", "image_attention_at_inference")
 """Settings of training and playing that other policies do not support, unless they have these values: none, false,
 continuous."""
 Normalization = Literal["quantiles", "mean_std", "identity"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from armature.components.configuration import load_recipe
 from armature.components.contracts.robots import RobotObservation
-from armature.components.robots.imitation.opening import open_model
+from armature.components.robots.imitation.opening import open_model, prepare
 from armature.components.robots.imitation.settings import TrainVLASettings
 from armature.components.robots.policies.family import export_lerobot, family, family_at, load_model, refuse_sharding
+from armature.components.robots.policies.flow import FlowSamples
 from armature.components.robots.policies.norm_stats import FeatureNormStats, RobotMetadata
 from armature.components.robots.policies.player import open_flow_policy
 from armature.components.robots.policies.settings import RobotPolicySettings, TinyPolicySettings
@@ -60,6 +62,13 @@ def trained(start, tmp_path_factory) -> Path:
     job.train()
     return job.checkpoint
 
+CAMERA = "observation.images.front"
+
+
+def robot() -> RobotMetadata:
+    state, action = (FeatureNormStats(mean=(0,) * count, std=(1,) * count) for count in (2, 3))
+    return RobotMetadata(camera_keys=(CAMERA,), state_stats=state, action_stats=action)
+
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint/model.safetensors")
@@ -87,12 +96,88 @@ def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mod
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 24, 32, 3), dtype=np.uint8)
     seen = [
-        RobotObservation({"observation.images.front": images[k]}, np.ones(2, np.float32) * k, task)
+        RobotObservation({CAMERA: images[k]}, np.ones(2, np.float32) * k, task)
         for k, task in enumerate(("close the gripper now", "move"))
     ]
     chunks = policy.predict(seen, [3, 4])
     assert chunks.shape == (2, CHUNK, 3) and np.abs(chunks[0] - chunks[1]).max() > 1e-3
     assert policy.predict([policy.prepared(seen[1])], [4])[0].tobytes() == chunks[1].tobytes()
+
+
+def gradients(model: Any, batch: Any, draws: Any) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Return the loss, the gradients, and the bytes that are kept for the backward pass besides the weights."""
+    kept: dict[int, torch.UntypedStorage] = {}
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(batch, draws, None).total
+    loss.backward()
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return loss.item(), found, sum(each.nbytes() for where, each in kept.items() if where not in weights)
+
+
+def trained(start: dict[str, Path], mode: str) -> tuple[Any, Iterator[tuple[Any, FlowSamples]]]:
+    """Return a model prepared for training, and batches of two and three examples."""
+    parts = family("smolvla").load_parts(start["policy"], robot=robot())
+    model, processor = load_model(start["policy"], parts), parts.processor()
+    prepare(model, training_settings(mode=mode, freeze_embedding=mode == "expert"), "head")
+
+    def batches() -> Iterator[tuple[Any, FlowSamples]]:
+        for count in (2, 3):
+            rng, examples = np.random.default_rng(count), []
+            for k in range(count):
+                image = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+                seen = RobotObservation({CAMERA: image}, np.ones(2, np.float32) * k, "move " * (k + 1))
+                examples.append(processor.encode(seen, rng.uniform(-1, 1, (CHUNK, 3)), None))
+            yield processor.batch(examples), FlowSamples.per_example(range(count), 1, CHUNK, model.config)
+
+    return model, batches()
+
+
+@pytest.mark.parametrize("mode", ["expert", "full"])
+def test_recomputed_layers_have_the_same_gradients_and_keep_less(start, mode):
+    (plain, batches), (recomputing, _) = trained(start, mode), trained(start, mode)
+    recomputing.checkpoint_gradients(True)
+    for batch, draws in batches:
+        (loss, expected, kept), (again, actual, fewer) = (
+            gradients(model, batch, draws) for model in (plain, recomputing)
+        )
+        assert again == loss and actual.keys() == expected.keys()
+        assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+        assert fewer < kept / 2
+
+
+def test_images_and_text_keep_nothing_where_the_vlm_is_frozen(start):
+    """Only the state is projected by the expert, so only its token has a gradient in the VLM."""
+    model, batches = trained(start, "expert")
+    batch, _ = next(batches)
+    shapes: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        prefix = model.encode(batch, model.action_expert)
+    without_state = prefix.seen.shape[1] - 1
+    assert shapes and not any(without_state in shape for shape in shapes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["expert", "full"])
+def test_compiled_layers_have_the_same_gradients(start, mode):
+    (plain, batches), (compiled, _) = trained(start, mode), trained(start, mode)
+    compiled.compile_layers(dynamic=True)
+    for batch, draws in batches:
+        (loss, expected, _), (near, actual, _) = (gradients(model, batch, draws) for model in (plain, compiled))
+        assert near == pytest.approx(loss, rel=1e-5) and actual.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_export_names_the_vlm_and_keeps_the_weights(start, tmp_path):
@@ -109,7 +194,6 @@ def test_export_names_the_vlm_and_keeps_the_weights(start, tmp_path):
         ({"norm_tag": "x", "semantics": "seed"}, {}, "norm_tag, semantics"),
         ({"action_mode": "both"}, {}, "action_mode"),
         ({}, {"packing": {"max_row_tokens": 9, "max_row_examples": 2}}, "training.packing"),
-        ({}, {"torch_compile": True, "gradient_checkpointing": True}, "training.torch_compile, training.gradient"),
     ],
 )
 def test_rejects_settings_without_effect(policy, training, name):
@@ -130,13 +214,8 @@ def test_rejects_settings_without_effect(policy, training, name):
     ],
 )
 def test_rejects_frames_that_it_cannot_train_on(start, change, code, where):
-    names = ("observation.images.front",)
-    stats = FeatureNormStats(mean=(0, 0), std=(1, 1))
-    robot = RobotMetadata(
-        camera_keys=names, state_stats=stats, action_stats=FeatureNormStats(mean=(0, 0, 0), std=(1, 1, 1))
-    )
-    processor = family("smolvla").load_parts(start["policy"], robot=robot).processor()
-    frame = {"images": {names[0]: np.zeros((24, 32, 3), np.uint8)}, "state": np.zeros(2, np.float32), "task": "move"}
+    processor = family("smolvla").load_parts(start["policy"], robot=robot()).processor()
+    frame = {"images": {CAMERA: np.zeros((24, 32, 3), np.uint8)}, "state": np.zeros(2, np.float32), "task": "move"}
     more = {"actions": np.zeros((CHUNK, 3)), "padding": None}
     processor.encode(RobotObservation(**frame), **more)
     more |= {key: value for key, value in change.items() if key in more}

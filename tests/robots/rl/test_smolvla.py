@@ -213,9 +213,7 @@ def test_resumed_run_with_a_value_head_equals_an_uninterrupted_one(start: Path, 
 @pytest.mark.parametrize(
     ("override", "name"),
     [
-        ("rollouts.torch_compile=true evaluation.torch_compile=true", "rollouts.torch_compile"),
         ("rollouts.quantization=fp8 policy.dtype=bfloat16", "rollouts.quantization"),
-        ("trainer.torch_compile=true", "trainer.torch_compile"),
         ("trainer.packing={max_row_tokens=600,max_row_examples=4} trainer.micro_batch_size=2", "trainer.packing"),
         ("evaluation.inference_action_mode=discrete", "evaluation.inference_action_mode"),
         ("evaluation.image_attention_at_inference=as_trained", "evaluation.image_attention_at_inference"),

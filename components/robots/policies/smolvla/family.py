@@ -51,7 +51,6 @@ def shape(parts: SmolVLAParts) -> ModelShape:
         patches=patches,
         image_tokens=patches // vlm.scale_factor**2,
         text_tokens=config.tokenizer_max_length + 1,
-        state_in_vlm=True,
     )
 
 

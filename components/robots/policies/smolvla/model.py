@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
 
 from armature.components.robots.policies.flow import FlowSamples, noisy_actions
-from armature.components.robots.policies.model import LossDenominators, PolicyLosses, PolicyModel, Precision
+from armature.components.robots.policies.model import (
+    LossDenominators,
+    PolicyLosses,
+    PolicyModel,
+    Precision,
+    call,
+    checkpointed,
+    compile_calls,
+)
 from armature.components.robots.policies.settings import Semantics
 from armature.components.robots.policies.smolvla.configuration import SmolVLAConfig
 from armature.components.robots.policies.smolvla.processor import SmolVLABatch
@@ -29,15 +37,21 @@ WIDTH_MULTIPLE = 256
 """The width of the expert's feed-forward layers, 8/3 of its hidden size, is rounded up to a multiple of this."""
 
 
+Waves = tuple[Tensor, Tensor]
+"""Sines and cosines of rotary embeddings, (N, L, 1, head size / 2) each."""
+KeyValues = tuple[Tensor, Tensor]
+"""Keys and values, (N, S, heads, head size) each, keys after rotation."""
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Keys and values of images, text and state, which all denoising steps share.
 
-    cache: keys and values of each VLM layer, (N, S, heads, head size) each, keys after rotation.
+    cache: keys and values of each VLM layer.
     seen: (N, S) bool, False for padding.
     """
 
-    cache: Sequence[tuple[Tensor, Tensor]]
+    cache: Sequence[KeyValues]
     seen: Tensor
 
     def repeated(self, times: int) -> Prefix:
@@ -67,7 +81,7 @@ class SmolVLAExpert(nn.Module):
         self.action_out_proj = nn.Linear(hidden, config.max_action_dim)
         self.action_time_mlp_in = nn.Linear(2 * hidden, hidden)
         self.action_time_mlp_out = nn.Linear(hidden, hidden)
-        self.config = config
+        self.config, self.call, self.gradient_checkpointing = config, call, False
 
     def velocity(self, points: Tensor, times: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
         """Return the velocity towards the actions at points (N, T, max_action_dim) and times (N,), and the last states.
@@ -75,23 +89,14 @@ class SmolVLAExpert(nn.Module):
         The states (N, T, hidden) are the inputs of the output layer.
         """
         x, (rows, count) = self._embedded(points, times), points.shape[:2]
-        steps = torch.arange(count, device=points.device)
+        steps, size = torch.arange(count, device=points.device), self.lm_expert.layers[0].self_attn.head_dim
         before = prefix.seen[:, None].expand(-1, count, -1)
         earlier = (steps[None, :] <= steps[:, None]).expand(rows, -1, -1)
-        behind = prefix.seen.sum(1, keepdim=True) + steps
+        behind = waves(prefix.seen.sum(1, keepdim=True) + steps, size), torch.cat([before, earlier], -1)
+        first = waves(steps.expand(rows, -1), size), before
         for number, layer in enumerate(self.lm_expert.layers):
-            attention, (keys, values) = layer.self_attn, prefix.cache[number]
-            if self.config.attends_itself(number):
-                queries, own_keys, own_values = projected(layer, x)
-                queries, own_keys = rotated(queries, behind), rotated(own_keys, behind)
-                keys, values = torch.cat([keys, own_keys], 1), torch.cat([values, own_values], 1)
-                mask = torch.cat([before, earlier], -1)
-            else:
-                queries = attention.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, attention.head_dim))
-                queries, mask = rotated(queries, steps.expand(rows, -1)), before
-                keys = attention.k_proj(keys.flatten(2)).view_as(keys)
-                values = attention.v_proj(values.flatten(2)).view_as(values)
-            x = finished(layer, x, attended(queries, keys, values, mask))
+            read, place = (continued, behind) if self.config.attends_itself(number) else (crossed, first)
+            x = checkpointed(self.call, self.gradient_checkpointing, read, layer, x, prefix.cache[number], *place)
         states = self.lm_expert.norm(x)
         return -self.action_out_proj(states.float()), states  # LeRobot's time, and so its velocity, is reversed
 
@@ -120,7 +125,7 @@ class SmolVLA(PolicyModel):
             dtype: "bfloat16": the VLM's weights are bfloat16, and the whole model computes under autocast.
         """
         super().__init__()
-        self.config, self.precision = config, dtype
+        self.config, self.precision, self.call, self.gradient_checkpointing = config, dtype, call, False
         self.vlm = SmolVLMForConditionalGeneration(vlm)
         text = self.vlm.model.text_model
         if config.num_vlm_layers > 0:
@@ -174,40 +179,82 @@ class SmolVLA(PolicyModel):
         return self.action_expert.action_out_proj.in_features
 
     def encode(self, batch: SmolVLABatch, expert: SmolVLAExpert) -> Prefix:
-        """Run the VLM on images, text and state, which `expert` projects."""
+        """Run the VLM on images, text and state, which `expert` projects.
+
+        Images and text do not attend to the state, so they need no gradient where only the expert is trained.
+        """
         body = self.vlm.model
         text = body.text_model
         images = batch.images.to(body.vision_model.dtype).flatten(0, 1)
-        hidden = body.connector(image_states(body.vision_model, images))
-        hidden = hidden.unflatten(0, batch.images.shape[:2]).flatten(1, 2)
-        words, state = text.embed_tokens(batch.input_ids), expert.state_proj(batch.state)[:, None]
-        scale = math.sqrt(words.shape[-1])
-        x = torch.cat([hidden * scale, words * scale, state.to(words.dtype)], 1)
-        always = torch.ones_like(batch.seen[:, :1])
-        seen = torch.cat([always.expand(-1, hidden.shape[1]), batch.seen, always], 1)
-        positions = seen.cumsum(1) - 1
-        order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        order[:-1, -1] = False  # images and text do not attend to the state
-        mask, cache = seen[:, None] & order, list[tuple[Tensor, Tensor]]()
-        for layer in text.layers:
-            queries, keys, values = projected(layer, x)
-            queries, keys = rotated(queries, positions), rotated(keys, positions)
-            cache.append((keys, values))
-            if len(cache) < len(text.layers):
-                x = finished(layer, x, attended(queries, keys, values, mask))
+        hidden = body.connector(self._image_states(images)).unflatten(0, batch.images.shape[:2]).flatten(1, 2)
+        words, state = text.embed_tokens(batch.input_ids), expert.state_proj(batch.state)[:, None].to(hidden.dtype)
+        x = torch.cat([hidden, words], 1) * math.sqrt(words.shape[-1])
+        seen = torch.cat([batch.seen.new_ones(hidden.shape[:2]), batch.seen, batch.seen.new_ones(len(x), 1)], 1)
+        sin, cos = waves(seen.cumsum(1) - 1, text.layers[0].self_attn.head_dim)
+        place, own = ((sin[:, :-1], cos[:, :-1]), seen[:, None, :-1]), ((sin[:, -1:], cos[:, -1:]), seen[:, None])
+        cache = list[KeyValues]()
+        for number, layer in enumerate(text.layers, 1):
+            inputs = observed, layer, x, state, place, own, number < len(text.layers)
+            x, state, read = checkpointed(self.call, self.gradient_checkpointing, *inputs)
+            cache.append(read)
         return Prefix(cache, seen)
 
+    def _image_states(self, images: Tensor) -> Tensor:
+        """Return the vision model's last states, (N, patches, hidden), of images without padding.
 
-def image_states(vision: Any, images: Tensor) -> Tensor:
-    """Return the vision model's last states, (N, patches, hidden), of images without padding.
+        Its own `forward` waits for the GPU to see that there is no padding, so it cannot be part of a CUDA graph.
+        """
+        vision = self.vlm.model.vision_model
+        sides = (side // vision.patch_size for side in images.shape[2:])
+        patches = torch.ones(len(images), *sides, dtype=torch.bool, device=images.device)
+        x = vision.embeddings(pixel_values=images, patch_attention_mask=patches)
+        for layer in vision.encoder.layers:
+            x = checkpointed(self.call, self.gradient_checkpointing, layer, x, None)
+        states: Tensor = vision.post_layernorm(x)
+        return states
 
-    Its own `forward` waits for the GPU to see that there is no padding, so it cannot be part of a CUDA graph.
+    def checkpoint_gradients(self, active: bool) -> None:
+        """Turn activation checkpointing of the layers on or off."""
+        self.gradient_checkpointing = self.action_expert.gradient_checkpointing = active
+
+    def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
+        """Compile the layers; see `PolicyModel.compile_layers`."""
+        compile_calls(self, self.action_expert, dynamic=dynamic)
+
+
+def observed(
+    layer: Any, x: Tensor, state: Tensor, place: tuple[Waves, Tensor], own: tuple[Waves, Tensor], more: bool
+) -> tuple[Tensor, Tensor, KeyValues]:
+    """Return a text layer's outputs for images and text and for the state, and the keys and values of all.
+
+    Args:
+        place: waves of images and text, and the mask of what they attend to; `own`: those of the state.
+        more: False for the last layer, of which only keys and values are needed.
     """
-    sides = (side // vision.patch_size for side in images.shape[2:])
-    patches = torch.ones(len(images), *sides, dtype=torch.bool, device=images.device)
-    x = vision.embeddings(pixel_values=images, patch_attention_mask=patches)
-    states: Tensor = vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state)
-    return states
+    queries, keys, values = projected(layer, x)
+    own_queries, own_keys, own_values = projected(layer, state)
+    keys, own_keys = rotated(keys, place[0]), rotated(own_keys, own[0])
+    every = torch.cat([keys, own_keys], 1), torch.cat([values, own_values], 1)
+    if more:
+        x = finished(layer, x, attended(rotated(queries, place[0]), keys, values, place[1]))
+        state = finished(layer, state, attended(rotated(own_queries, own[0]), *every, own[1]))
+    return x, state, every
+
+
+def continued(layer: Any, x: Tensor, prefix: KeyValues, place: Waves, mask: Tensor) -> Tensor:
+    """Return the output of a layer in which actions attend to the prefix and to each other."""
+    queries, keys, values = projected(layer, x)
+    keys, values = torch.cat([prefix[0], rotated(keys, place)], 1), torch.cat([prefix[1], values], 1)
+    return finished(layer, x, attended(rotated(queries, place), keys, values, mask))
+
+
+def crossed(layer: Any, x: Tensor, prefix: KeyValues, place: Waves, mask: Tensor) -> Tensor:
+    """Return the output of a layer in which actions attend only to the prefix, whose keys and values it projects."""
+    attention = layer.self_attn
+    queries = attention.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, attention.head_dim))
+    keys, values = attention.k_proj(prefix[0].flatten(2)), attention.v_proj(prefix[1].flatten(2))
+    keys, values = keys.view_as(prefix[0]), values.view_as(prefix[1])
+    return finished(layer, x, attended(rotated(queries, place), keys, values, mask))
 
 
 def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,15 +273,21 @@ def finished(layer: Any, x: Tensor, attention: Tensor) -> Tensor:
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Return the attention of queries (N, L, heads, head size) to keys and values, where mask (N, L, S) is True."""
-    q, k, v = (each.transpose(1, 2) for each in (queries, keys, values))
-    return F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True).transpose(1, 2).flatten(2)
+    groups = queries.shape[2] // keys.shape[2]
+    q = queries.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # heads with equal keys are rows
+    mask = mask if mask.shape[1] == 1 else mask.repeat(1, groups, 1)
+    y = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask[:, None])
+    return y.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Return x (N, L, heads, head size) with rotary embeddings of its positions (N, L), computed in float32."""
-    half = x.shape[-1] // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=x.device) * (2.0 / x.shape[-1])
+def waves(positions: Tensor, size: int) -> Waves:
+    """Return the waves of positions (N, L) for heads of a size, in float32."""
+    exponents = torch.arange(size // 2, dtype=torch.float32, device=positions.device) * (2.0 / size)
     angles = (positions[..., None].float() / WAVELENGTH**exponents)[:, :, None]
-    first, second = x.float().split(half, -1)
-    sin, cos = angles.sin(), angles.cos()
+    return angles.sin(), angles.cos()
+
+
+def rotated(x: Tensor, place: Waves) -> Tensor:
+    """Return x (N, L, heads, head size) with rotary embeddings, computed in float32."""
+    (first, second), (sin, cos) = x.float().chunk(2, -1), place
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

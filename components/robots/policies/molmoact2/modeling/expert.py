@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from armature.components.models.flash import TRITON
+from armature.components.robots.policies.model import call, checkpointed
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.layers import ContextIndex, rms, rotary_angles, rotate
-from armature.components.robots.policies.molmoact2.modeling.vlm import KeyValue, call, checkpointed
+from armature.components.robots.policies.molmoact2.modeling.vlm import KeyValue
 
 if TRITON:
     from armature.components.robots.policies.molmoact2.modeling import attention_kernels

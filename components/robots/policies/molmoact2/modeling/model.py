@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
-from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
 from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.graphs import GraphedFunction
-from armature.components.robots.policies.model import LossDenominators, PolicyLosses, PolicyModel, Precision
+from armature.components.robots.policies.model import (
+    COMPILE_OPTIONS,
+    LossDenominators,
+    PolicyLosses,
+    PolicyModel,
+    Precision,
+    call,
+    checkpointed,
+    compile_calls,
+)
 from armature.components.robots.policies.molmoact2.configuration import MolmoAct2Config
 from armature.components.robots.policies.molmoact2.modeling.expert import ActionExpert, BlockInputs, ExpertBlock
 from armature.components.robots.policies.molmoact2.modeling.layers import (
@@ -37,8 +45,6 @@ from armature.components.robots.policies.molmoact2.modeling.vlm import (
     KeyValue,
     Molmo2Backbone,
     TextLayer,
-    call,
-    checkpointed,
     has_gqa_kernel,
 )
 from armature.components.robots.policies.molmoact2.processing.batch import PolicyBatch
@@ -130,30 +136,17 @@ class MolmoAct2(PolicyModel):
         return "fp8" if any(isinstance(module, FP8Linear) for module in self.vlm.modules()) else None
 
     def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
-        """Compile vision, text and expert layers at their first call, which fuses elementwise operations.
+        """Compile the layers; see `PolicyModel.compile_layers`.
 
-        Layers of a kind share compiled code. Compiled layers round differently from layers that are not compiled.
-
-        Args:
-            dynamic: True compiles once for batches of all shapes. False compiles for each shape, so that the code of a
-                shape, and its rounding, does not depend on the shapes before it.
-            split: True if the model will be sharded over ranks. Then each layer is compiled by itself, so that FSDP's
-                hooks between layers, which gather weights, are not compiled.
-
-        Raises:
-            ConfigurationError: there is no C++ compiler.
+        Those of a model to be split are compiled one by one, so that FSDP's hooks between layers, which gather weights,
+        are not compiled.
         """
-        check_compiler("torch_compile")
-        torch._dynamo.config.recompile_limit = VARIANTS
-        options: dict[str, Any] = {"emulate_precision_casts": True}  # round at the same places as plain layers
         body, expert = self.vlm.model, self.action_expert
-        expert.compile_context(dynamic=dynamic, options=options)
+        compile_calls(*() if split else (body.vision_tower, body.language_model, expert, self), dynamic=dynamic)
+        expert.compile_context(dynamic=dynamic, options=COMPILE_OPTIONS)
         if split:
             for layer in (*body.vision_tower.layers, *body.language_model.layers, *expert.blocks):
-                layer.compile(dynamic=dynamic, options=options)
-        else:
-            for part in (body.vision_tower, body.language_model, expert, self):
-                part.call = torch.compile(copy_function(call), dynamic=dynamic, options=options)
+                layer.compile(dynamic=dynamic, options=COMPILE_OPTIONS)
 
     def embeddings(self, semantics: Semantics) -> list[str]:
         """Return the names of the parameters that `freeze_embedding` freezes.

@@ -6,13 +6,12 @@ rounded to 8 bits, norms and rotary positions are computed in float32, and text 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import Molmo2Config
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2Adapter,
@@ -23,6 +22,7 @@ from transformers.models.molmo2.modeling_molmo2 import (
 )
 
 from armature.components.contracts.errors import DataError
+from armature.components.robots.policies.model import call, checkpointed
 from armature.components.robots.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles, rotate
 
 KeyValue = tuple[Tensor, Tensor]
@@ -364,16 +364,3 @@ def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x, None)
     return x
-
-
-def call(module: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `module(*inputs)`.
-
-    Layers are called through this function, so that `MolmoAct2.compile_layers` can replace it by a compiled copy.
-    """
-    return module(*inputs)
-
-
-def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:
-    """Return `module(*inputs)`. If `active`, activations are not kept, and the backward pass recomputes them."""
-    return checkpoint(module, *inputs, use_reentrant=False) if active else module(*inputs)
