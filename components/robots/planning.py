@@ -179,9 +179,9 @@ def _example_bytes(sizes: PolicySizes, actions: int, update: PolicyUpdateSetting
         widths["text"] = ((sizes.tokens + ACTION_TOKENS) * shape.text.hidden_size, shape.layers, 17)
         patches = sizes.cameras * shape.patches
         widths["vision"] = (patches * shape.vision.hidden_size, shape.vision.num_hidden_layers, 17)
-    stored = sum(units * layers * (1 if recomputes else kept) for units, layers, kept in widths.values())
-    once = max(kept * units for units, _, kept in widths.values()) if recomputes else 0
-    caches = (1 if recomputes else 4) * frozen
+    stored = sum(units * layers * (1 if recomputes else values) for units, layers, values in widths.values())
+    once = max(values * units for units, _, values in widths.values()) if recomputes else 0
+    caches = (1 if recomputes else shape.caches) * frozen
     return sizes.width * (stored + once) + caches * sizes.tokens * sizes.key_value_bytes
 
 

@@ -147,6 +147,7 @@ class ModelShape(NamedTuple):
     text, vision: configurations of transformers. layers: number of text layers and expert layers.
     expert: width of the expert's layers.
     patches, image_tokens: of an image. text_tokens: largest or assumed number of the other tokens of a prompt.
+    caches: copies of the VLM's keys and values that the expert's layers keep: as read, joined to others, and projected.
     """
 
     make: Callable[[Precision], PolicyModel]
@@ -157,6 +158,7 @@ class ModelShape(NamedTuple):
     patches: int
     image_tokens: int
     text_tokens: int
+    caches: int = 1
 
 
 class SamplingPlan(Protocol):

@@ -106,11 +106,11 @@ def test_training_changes_only_the_trained_parts_and_the_policy_plays(start, mod
 
 def gradients(model: Any, batch: Any, draws: Any) -> tuple[float, dict[str, torch.Tensor], int]:
     """Return the loss, the gradients, and the bytes that are kept for the backward pass besides the weights."""
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
         return tensor
 
     model.zero_grad()
@@ -118,7 +118,7 @@ def gradients(model: Any, batch: Any, draws: Any) -> tuple[float, dict[str, torc
         loss = model(batch, draws, None).total
     loss.backward()
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    return loss.item(), found, sum(each.nbytes() for where, each in kept.items() if where not in weights)
+    return loss.item(), found, sum(each.nbytes() for where, each in saved.items() if where not in weights)
 
 
 def trained(start: dict[str, Path], mode: str) -> tuple[Any, Iterator[tuple[Any, FlowSamples]]]:
@@ -144,12 +144,12 @@ def test_recomputed_layers_have_the_same_gradients_and_keep_less(start, mode):
     (plain, batches), (recomputing, _) = trained(start, mode), trained(start, mode)
     recomputing.checkpoint_gradients(True)
     for batch, draws in batches:
-        (loss, expected, kept), (again, actual, fewer) = (
+        (loss, expected, most), (again, actual, fewer) = (
             gradients(model, batch, draws) for model in (plain, recomputing)
         )
         assert again == loss and actual.keys() == expected.keys()
         assert all(torch.equal(value, actual[name]) for name, value in expected.items())
-        assert fewer < kept / 2
+        assert fewer < most / 2
 
 
 def test_images_and_text_keep_nothing_where_the_vlm_is_frozen(start):

@@ -51,6 +51,7 @@ def shape(parts: SmolVLAParts) -> ModelShape:
         patches=patches,
         image_tokens=patches // vlm.scale_factor**2,
         text_tokens=config.tokenizer_max_length + 1,
+        caches=4,
     )
 
 

@@ -191,10 +191,11 @@ class SmolVLA(PolicyModel):
         x = torch.cat([hidden, words], 1) * math.sqrt(words.shape[-1])
         seen = torch.cat([batch.seen.new_ones(hidden.shape[:2]), batch.seen, batch.seen.new_ones(len(x), 1)], 1)
         sin, cos = waves(seen.cumsum(1) - 1, text.layers[0].self_attn.head_dim)
-        place, own = ((sin[:, :-1], cos[:, :-1]), seen[:, None, :-1]), ((sin[:, -1:], cos[:, -1:]), seen[:, None])
+        shown = (sin[:, :-1], cos[:, :-1]), seen[:, None, :-1]
+        last = (sin[:, -1:], cos[:, -1:]), seen[:, None]
         cache = list[KeyValues]()
         for number, layer in enumerate(text.layers, 1):
-            inputs = observed, layer, x, state, place, own, number < len(text.layers)
+            inputs = observed, layer, x, state, shown, last, number < len(text.layers)
             x, state, read = checkpointed(self.call, self.gradient_checkpointing, *inputs)
             cache.append(read)
         return Prefix(cache, seen)
@@ -223,21 +224,22 @@ class SmolVLA(PolicyModel):
 
 
 def observed(
-    layer: Any, x: Tensor, state: Tensor, place: tuple[Waves, Tensor], own: tuple[Waves, Tensor], more: bool
+    layer: Any, x: Tensor, state: Tensor, shown: tuple[Waves, Tensor], last: tuple[Waves, Tensor], more: bool
 ) -> tuple[Tensor, Tensor, KeyValues]:
     """Return a text layer's outputs for images and text and for the state, and the keys and values of all.
 
     Args:
-        place: waves of images and text, and the mask of what they attend to; `own`: those of the state.
+        shown: Waves of images and text, and the mask of what they attend to.
+        last: The same of the state, which comes last.
         more: False for the last layer, of which only keys and values are needed.
     """
     queries, keys, values = projected(layer, x)
-    own_queries, own_keys, own_values = projected(layer, state)
-    keys, own_keys = rotated(keys, place[0]), rotated(own_keys, own[0])
-    every = torch.cat([keys, own_keys], 1), torch.cat([values, own_values], 1)
+    state_queries, state_keys, state_values = projected(layer, state)
+    keys, state_keys = rotated(keys, shown[0]), rotated(state_keys, last[0])
+    every = torch.cat([keys, state_keys], 1), torch.cat([values, state_values], 1)
     if more:
-        x = finished(layer, x, attended(rotated(queries, place[0]), keys, values, place[1]))
-        state = finished(layer, state, attended(rotated(own_queries, own[0]), *every, own[1]))
+        x = finished(layer, x, attended(rotated(queries, shown[0]), keys, values, shown[1]))
+        state = finished(layer, state, attended(rotated(state_queries, last[0]), *every, last[1]))
     return x, state, every
 
 
