@@ -62,6 +62,7 @@ def trained(start, tmp_path_factory) -> Path:
     job.train()
     return job.checkpoint
 
+
 CAMERA = "observation.images.front"
 
 
@@ -121,7 +122,7 @@ def gradients(model: Any, batch: Any, draws: Any) -> tuple[float, dict[str, torc
     return loss.item(), found, sum(each.nbytes() for where, each in saved.items() if where not in weights)
 
 
-def trained(start: dict[str, Path], mode: str) -> tuple[Any, Iterator[tuple[Any, FlowSamples]]]:
+def prepared(start: dict[str, Path], mode: str) -> tuple[Any, Iterator[tuple[Any, FlowSamples]]]:
     """Return a model prepared for training, and batches of two and three examples."""
     parts = family("smolvla").load_parts(start["policy"], robot=robot())
     model, processor = load_model(start["policy"], parts), parts.processor()
@@ -141,7 +142,7 @@ def trained(start: dict[str, Path], mode: str) -> tuple[Any, Iterator[tuple[Any,
 
 @pytest.mark.parametrize("mode", ["expert", "full"])
 def test_recomputed_layers_have_the_same_gradients_and_keep_less(start, mode):
-    (plain, batches), (recomputing, _) = trained(start, mode), trained(start, mode)
+    (plain, batches), (recomputing, _) = prepared(start, mode), prepared(start, mode)
     recomputing.checkpoint_gradients(True)
     for batch, draws in batches:
         (loss, expected, most), (again, actual, fewer) = (
@@ -154,7 +155,7 @@ def test_recomputed_layers_have_the_same_gradients_and_keep_less(start, mode):
 
 def test_images_and_text_keep_nothing_where_the_vlm_is_frozen(start):
     """Only the state is projected by the expert, so only its token has a gradient in the VLM."""
-    model, batches = trained(start, "expert")
+    model, batches = prepared(start, "expert")
     batch, _ = next(batches)
     shapes: list[torch.Size] = []
 
@@ -171,7 +172,7 @@ def test_images_and_text_keep_nothing_where_the_vlm_is_frozen(start):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["expert", "full"])
 def test_compiled_layers_have_the_same_gradients(start, mode):
-    (plain, batches), (compiled, _) = trained(start, mode), trained(start, mode)
+    (plain, batches), (compiled, _) = prepared(start, mode), prepared(start, mode)
     compiled.compile_layers(dynamic=True)
     for batch, draws in batches:
         (loss, expected, _), (near, actual, _) = (gradients(model, batch, draws) for model in (plain, compiled))
