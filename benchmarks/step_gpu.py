@@ -54,14 +54,15 @@ faster."""
 FITTING_GIB = 76
 """Memory that PyTorch may allocate on a GPU of 80 GB."""
 OURS_FITTING = {
-    "A": ("24000", "7200,0.2", "9600,8bit,0", "19000,8bit,0.3"),
-    "B": ("70000", "9000,0.2", "9000,8bit,0", "18000,8bit,0.1"),
-    "C": ("40000", "8000,0.15", "14000,8bit,0", "20000,8bit,0.25"),
-    "Q": ("24000", "7500,8bit,0", "11000,8bit,0.1", "24000,8bit,0.6"),
-    "U": ("21000", "7500,8bit,0", "10500,8bit,0.3", "21000,8bit,0.7"),
+    "A": ("24000", "24000,0.5", "9600,8bit,0", "24000,8bit,0.1"),
+    "B": ("70000,0.9", "9000,0.25", "9000,8bit,0", "18000,8bit,0.15"),
+    "C": ("40000,0.8", "8000,0.25", "14000,8bit,0", "20000,8bit,0.25"),
+    "Q": ("24000,0.75", "7500,8bit,0", "11000,8bit,0.1", "24000,8bit,0.35"),
+    "U": ("14000", "7500,8bit,0", "10500,8bit,0.3", "21000,8bit,0.7"),
 }
-"""Variants of ours that need at most `FITTING_GIB` by an estimate, by case: tokens of a micro-batch, where the
-optimizer's states are, and the share of layers that recompute activations. The first of each case recomputes all."""
+"""Variants of ours that should need at most `FITTING_GIB`, by case: tokens of a micro-batch, moments in 8 bits or fp32,
+and the share of layers that recompute activations (all without a number). In a step of one micro-batch gradients take
+the place of activations, so more layers keep them."""
 TRL_FITTING = dict.fromkeys(OURS_FITTING, ("4", "8"))
 """Rows of a micro-batch of TRL, which keeps activations."""
 
