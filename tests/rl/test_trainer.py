@@ -84,6 +84,9 @@ class LocalSampler:
 
     async def reset_caches(self) -> None: ...
 
+    def starting(self) -> list[str]:
+        return []
+
     async def complete(self, messages: Sequence[dict[str, Any]], sampling: Any, seed: int) -> Answer:
         self.asked += 1
         parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
