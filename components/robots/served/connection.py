@@ -28,11 +28,15 @@ from armature.components.robots.evaluation.robot import refuse_disagreement
 from armature.components.robots.libero.processes import ChunkResult
 from armature.components.robots.served.settings import ServedBenchmarkSettings
 from armature.components.robots.server.client import TOO_LARGE
-from armature.components.robots.server.wire import ARRAY, Message, kind, unpack, value_of
+from armature.components.robots.server.wire import ARRAY, Message, kind, sent_by, unpack, value_of
 
 HELLO, START, END, ERROR = "hello", "episode_start", "episode_end", "error"
 OBSERVATION, ACTION = "observation", "action"
 VERSION = 1
+_PROTOCOL = (
+    f"use a benchmark that sends images, a state and the task in version {VERSION} of vla-eval's protocol; "
+    "some send a state only with benchmark.params.send_state = true"
+)
 LARGEST_MESSAGE = 2**26
 """Largest message of a benchmark, in bytes."""
 
@@ -77,7 +81,8 @@ class BenchmarkConnection:
             if error.sent is not None and error.sent.code == TOO_LARGE:
                 raise _invalid(f"a message has more than {LARGEST_MESSAGE} bytes") from error
             return None
-        message = unpack(frame)
+        with sent_by(self._settings.benchmark, _PROTOCOL):
+            message = unpack(frame)
         form = {"type": str, "payload": dict, "seq": int}
         if not all(isinstance(message.get(name), each) for name, each in form.items()):
             raise _invalid(f"the message has {', '.join(f'{key} {kind(each)}' for key, each in message.items())}")
@@ -149,13 +154,15 @@ def read_observation(payload: Message, settings: ServedBenchmarkSettings) -> Rob
         DataError: a field is missing or invalid.
     """
     images, words = payload.get("images"), payload.get("task_description")
-    state = value_of("states", payload.get("states", payload.get("state")))
+    with sent_by(settings.benchmark, _PROTOCOL):
+        state = value_of("states", payload.get("states", payload.get("state")))
     if not isinstance(images, dict) or not isinstance(state, np.ndarray) or state.dtype.kind not in "fiu":
         raise _invalid(f"an observation has images {kind(images)} and states {kind(state)}")
     if not isinstance(words, str) or not words:
         raise _invalid(f"the task_description of an observation is {kind(words)}")
     cameras = tuple(name for name in settings.cameras if name in images)
-    pixels = {settings.cameras[name]: _pixels(name, images[name]) for name in cameras}
+    with sent_by(settings.benchmark, _PROTOCOL):
+        pixels = {settings.cameras[name]: _pixels(name, images[name]) for name in cameras}
     size = (settings.resolution, settings.resolution, 3)
     refuse_disagreement(
         "benchmark",
@@ -190,8 +197,7 @@ def _invalid(what: str) -> DataError:
     return DataError(
         what,
         code="benchmark_message_invalid",
-        remedy=f"use a benchmark that sends images, a state and the task in version {VERSION} of vla-eval's protocol; "
-        "some send a state only with benchmark.params.send_state = true",
+        remedy=_PROTOCOL,
     )
 
 

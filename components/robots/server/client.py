@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -21,7 +21,18 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from armature.components.contracts.errors import ConfigurationError, DataError, ServerError, keep_secret
 from armature.components.contracts.robots import RobotObservation
 from armature.components.robots.policies.settings import ServedPolicySettings
-from armature.components.robots.server.wire import KEY, PROMPT, SCHEME, SEED, Message, kind, pack, unpack, value_of
+from armature.components.robots.server.wire import (
+    KEY,
+    PROMPT,
+    SCHEME,
+    SEED,
+    Message,
+    kind,
+    pack,
+    sent_by,
+    unpack,
+    value_of,
+)
 
 LARGEST_ANSWER = 2**24
 """Largest message of a server, in bytes. A chunk of 50 actions has some 3 KB."""
@@ -31,6 +42,7 @@ TOO_LARGE = 1009
 """Code with which a connection is closed because a message was too large."""
 CLOSING = 2.0
 """Most seconds in which a connection is closed in order. A server that reads nothing would never let it end."""
+_SPEAKS = "check that this server speaks openpi's protocol, then start again: finished episodes are kept"
 COMPARED = ("observation", "actions", "policy")
 """Parts of the metadata that stay the same on every connection. Ours have the checkpoint's name in `policy`."""
 ResultT = TypeVar("ResultT")
@@ -158,7 +170,7 @@ class ServedPolicy:
 
     def _actions(self, answer: Message) -> NDArray[np.float32]:
         """Return the actions to execute of an answer. That they are finite is checked where they are played."""
-        with self._named():
+        with sent_by(self._settings.url, _SPEAKS):
             actions = value_of("actions", answer.get("actions"))
         expected = (self.n_action_steps, self.action_dimensions)
         if (
@@ -265,7 +277,7 @@ class ServedPolicy:
             ServerError: it is an error.
         """
         if isinstance(frame, bytes):
-            with self._named():
+            with sent_by(self._settings.url, _SPEAKS):
                 return unpack(frame)
         lines = [line.strip() for line in _shown(frame).strip().splitlines()] or ["an empty text"]
         raise ServerError(
@@ -274,19 +286,6 @@ class ServedPolicy:
             where=self._settings.url,
             remedy="see the server's log; check policy.server.camera_fields and state_field",
         )
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the server's address to the errors of its messages."""
-        try:
-            yield
-        except DataError as error:
-            raise DataError(
-                error.what,
-                code=error.code,
-                where=f"{error.where}, {self._settings.url}" if error.where else self._settings.url,
-                remedy="check that this server speaks openpi's protocol, then start again: finished episodes are kept",
-            ) from error
 
     async def _refuse_unasked(self, connection: ClientConnection) -> None:
         """Check that no message waits before a request is sent: it would be taken for the answer.

@@ -10,7 +10,8 @@ before memory is allocated.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -47,6 +48,16 @@ def pack(message: Message) -> bytes:
     """
     frame: bytes = msgpack.packb(message, default=_encoded)
     return frame
+
+
+@contextmanager
+def sent_by(sender: str, remedy: str) -> Iterator[None]:
+    """Name the sender of a message in errors of the message, and tell the receiver what to do about it."""
+    try:
+        yield
+    except DataError as error:
+        where = f"{error.where}, {sender}" if error.where else sender
+        raise DataError(error.what, code=error.code, where=where, remedy=remedy) from error
 
 
 def unpack(frame: bytes | str) -> Message:

@@ -181,9 +181,9 @@ def test_rejects_observations_that_are_not_as_declared(tmp_path, params, values)
 @pytest.mark.parametrize(
     ("params", "code", "values"),
     [
-        ({"failures": {"near/0/1": "junk"}}, "message_unreadable", ()),
-        ({"failures": {"near/0/1": "text"}}, "text_frame", ()),
-        ({"failures": {"near/0/1": "list"}}, "message_not_a_map", ()),
+        ({"failures": {"near/0/1": "junk"}}, "message_unreadable", ("plane:Plane",)),
+        ({"failures": {"near/0/1": "text"}}, "text_frame", ("plane:Plane",)),
+        ({"failures": {"near/0/1": "list"}}, "message_not_a_map", ("plane:Plane",)),
         ({"failures": {"near/0/1": "nothing"}}, "benchmark_message_invalid", ()),
         ({"failures": {"near/0/2": "large"}}, "benchmark_message_invalid", (2**26,)),
         ({"result": {"reward": 1.0}}, "benchmark_message_invalid", ("success",)),
