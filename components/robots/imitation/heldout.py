@@ -77,8 +77,9 @@ class HeldoutEvaluator:
             for sample, chunk in zip(samples, chunks, strict=True):
                 valid = ~sample.padding[: len(chunk)]
                 actions = sample.actions[: len(chunk)][valid][:, moving]
-                predicted.append(np.abs(chunk[valid][:, moving] - actions) / spread[moving])
-                constant.append(np.abs(mean[moving] - actions) / spread[moving])
+                # Flat, because robots may differ in their numbers of dimensions.
+                predicted.append((np.abs(chunk[valid][:, moving] - actions) / spread[moving]).ravel())
+                constant.append((np.abs(mean[moving] - actions) / spread[moving]).ravel())
         return {
             ACTION_ERROR: float(np.concatenate(predicted).mean()),
             MEAN_ACTION_ERROR: float(np.concatenate(constant).mean()),

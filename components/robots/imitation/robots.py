@@ -11,7 +11,7 @@ from armature.components.contracts.errors import ConfigurationError, DataError
 from armature.components.robots.datasets.source import ACTION, STATE, DatasetSource
 from armature.components.robots.policies.family import family
 from armature.components.robots.policies.inputs import ModelProcessor
-from armature.components.robots.policies.norm_stats import RobotMetadata, robot_metadata
+from armature.components.robots.policies.norm_stats import RobotMetadata, dimension_names, robot_metadata
 from armature.components.robots.policies.settings import RobotPolicySettings
 
 
@@ -104,7 +104,7 @@ def robots_of(
 
 
 def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSource]:
-    """Return the first source of each tag, after checking that all sources of a tag have the same horizon."""
+    """Return the first source of each tag, after checking that all sources of a tag are of the same robot."""
     by_tag: dict[str, DatasetSource] = {}
     for source in sources:
         first = by_tag.setdefault(source.tag, source)
@@ -115,7 +115,27 @@ def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSo
                 where="dataset.sources",
                 remedy="set the same horizon for both, or give them different tags",
             )
+        _refuse_other_robot(first, source)
     return by_tag
+
+
+def _refuse_other_robot(first: DatasetSource, source: DatasetSource) -> None:
+    """Check that two datasets of a tag have the same frequency, and their dimensions in the same order."""
+
+    def names(each: DatasetSource, column: str | None) -> tuple[str, ...]:
+        return (dimension_names(each.dataset.feature(column)) or ()) if column is not None else ()
+
+    one, other = ({"state": names(each, each.state), "action": names(each, each.action)} for each in (first, source))
+    wrong = [name for name in one if one[name] != other[name] and sorted(one[name]) == sorted(other[name])]
+    rates = [each.dataset.info.fps for each in (first, source)]
+    if wrong or abs(rates[0] - rates[1]) > 0.01 * rates[0]:
+        what, values = (wrong[0], (one[wrong[0]], other[wrong[0]])) if wrong else ("fps", rates)
+        raise ConfigurationError(
+            f"{what} is {values[0]} in one dataset of the tag {source.tag!r} and {values[1]} in another",
+            code="robots_of_tag_differ",
+            where=f"{first.dataset.files}, {source.dataset.files}",
+            remedy="give datasets of different robots different tags, or convert one of them",
+        )
 
 
 def _measured(source: DatasetSource, statistics: Mapping[str, Any], settings: RobotPolicySettings) -> RobotMetadata:

@@ -297,7 +297,7 @@ def _feature_stats(
         )
     entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
     try:
-        stats = FeatureNormStats(**entry, names=_names(features[key].names))
+        stats = FeatureNormStats(**entry, names=dimension_names(features[key]))
     except ValidationError as error:
         raise DataError(
             _first(error),
@@ -317,11 +317,17 @@ def _feature_stats(
     return stats.widened()
 
 
-def _names(names: Any) -> tuple[str, ...] | None:
-    """Return the names of a feature's dimensions, which LeRobot writes as a list or as {"motors": [...]}."""
-    if isinstance(names, Mapping):
-        return tuple(str(name) for group in names.values() for name in ([group] if isinstance(group, str) else group))
-    return tuple(str(name) for name in names) if names else None
+def dimension_names(feature: Feature) -> tuple[str, ...] | None:
+    """Return the names of a feature's dimensions, which LeRobot writes as a list or as {"motors": [...]}.
+
+    Example:
+        >>> dimension_names(Feature(dtype="float32", shape=(2,), names={"motors": ["pan", "gripper"]}))
+        ('pan', 'gripper')
+    """
+    groups = feature.names.values() if isinstance(feature.names, Mapping) else [feature.names or ()]
+    return (
+        tuple(str(name) for group in groups for name in (group if isinstance(group, list | tuple) else [group])) or None
+    )
 
 
 def _first(error: ValidationError) -> str:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from armature.components.robots.datasets.lerobot.reader import open_dataset
 from armature.components.robots.datasets.mixture import Mixture
 from armature.components.robots.datasets.source import DatasetSource, open_sources
 from armature.components.robots.imitation.data import Encoder
 from armature.components.robots.imitation.learner import PolicyLearner
 from armature.components.robots.imitation.robots import robots_of
+from armature.components.robots.imitation.trainer import assemble
 from armature.components.robots.policies.family import load_model
 from armature.components.robots.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from armature.components.robots.policies.molmoact2.modeling.losses import LossPlan
 from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.training.processes import TrainerProcesses
+from armature.components.training.ranks import Ranks
 from tests.refusals import refused
 
 from .conftest import policy_settings
@@ -91,6 +97,31 @@ def test_rejects_missing_statistics_and_different_horizons_of_a_tag(
         robots_of(inputs["policy"], policy_settings(), sources, {"arm": statistics["arm"]})
     with refused("horizon_mismatch", "dataset.sources", "None", 2):
         robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [({"fps": 30.0}, "fps is 10.0"), ({"names": ["gripper", "dx", "dy"]}, "('gripper', 'dx', 'dy')")],
+)
+def test_rejects_other_frequencies_and_orders_of_dimensions_in_a_tag(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], tmp_path: Path, changes: Any, shown: str
+) -> None:
+    shutil.copytree(inputs["dataset"] / "dataset", tmp_path / "other")
+    info = json.loads((tmp_path / "other/meta/info.json").read_text())
+    (info if "fps" in changes else info["features"]["action"]).update(changes)
+    (tmp_path / "other/meta/info.json").write_text(json.dumps(info))
+    other = replace(sources[0], dataset=open_dataset(tmp_path / "other"))
+    with refused("robots_of_tag_differ", "'arm'", shown, tmp_path / "other"):
+        robots_of(inputs["policy"], policy_settings(), (sources[0], other), {})
+
+
+def test_errors_of_robots_with_different_dimensions_are_measured_together(
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
+) -> None:
+    training = training_settings(heldout={"fraction": 0.5, "frames": 8, "every": 1})
+    parts = (inputs["policy"], policy_settings(), training, sources, statistics, TrainerProcesses(), Ranks())
+    measured = assemble(*parts).measure()
+    assert measured["heldout/action_error"] > 0 and measured["heldout/mean_action_error"] > 0
 
 
 def test_rejects_actions_that_never_change(
