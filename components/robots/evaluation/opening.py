@@ -28,7 +28,7 @@ def open_own(source: Path, robot: SimulatedRobot, plan: PolicyEvaluationSettings
 
     Raises:
         ConfigurationError: the policy does not support the action mode, the simulator lacks one of its cameras, or its
-            actions have another number of dimensions.
+            states or actions have another number of dimensions.
         DataError: the checkpoint is incomplete.
     """
     policy = open_flow_policy(
@@ -42,8 +42,8 @@ def open_own(source: Path, robot: SimulatedRobot, plan: PolicyEvaluationSettings
         image_attention=plan.image_attention_at_inference,
     )
     refuse_cameras(policy.cameras, robot)
-    has = {"action_dimensions": robot.conventions.action_dimensions}
-    refuse_disagreement("the policy", {"action_dimensions": policy.action_dimensions}, "the simulator", has)
+    sizes = {name: getattr(policy, name) for name in ("state_dimensions", "action_dimensions")}
+    refuse_disagreement("the policy", sizes, "the simulator", robot.conventions.model_dump())
     return policy
 
 

@@ -404,6 +404,13 @@ def test_policy_of_another_robot_is_refused(own_policy, tmp_path):
         EVALUATE_BENCHMARK_STAGE.run(for_own(4), {"policy": own_policy}, tmp_path, context(tmp_path, Events()))
 
 
+def test_policy_with_other_states_is_refused(own_policy):
+    robot = served_robot(for_own().benchmark)
+    robot = replace(robot, conventions=robot.conventions.model_copy(update={"state_dimensions": 6}))
+    with refused("conventions_disagree", "state_dimensions is 8 in the policy, 6 in the simulator"):
+        open_own(own_policy.path, robot, for_own().evaluation)
+
+
 def test_module_of_the_benchmark_is_part_of_the_fingerprint(tmp_path):
     settings = stage_settings()
     here = settings.benchmark.model_copy(update={"folder": str(tmp_path)})
