@@ -19,6 +19,7 @@ from armature.components.artifacts.images import ImageStore
 from armature.components.contracts.batches import MultimodalBatch
 from armature.components.contracts.images import ImageRef
 from armature.components.models.adapters.collate import SampleCollator
+from armature.components.training.loading import ErrorCarrier, raise_errors
 from armature.components.vlm.packing import MicroBatch, packed_batch
 
 Job = tuple[MicroBatch, str]
@@ -97,7 +98,7 @@ class MicroBatchLoader:
             context.set_forkserver_preload([__name__])
             options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
         self._loader = DataLoader(
-            BatchDataset(collator, images, part),
+            ErrorCarrier(BatchDataset(collator, images, part)),
             batch_size=None,
             sampler=self._jobs,  # refilled for every plan
             num_workers=workers,
@@ -121,4 +122,4 @@ class MicroBatchLoader:
         """
         assert self._folder is not None
         self._jobs[:] = [(micro, self._folder) for micro in plan]
-        yield from self._loader
+        yield from raise_errors(self._loader)

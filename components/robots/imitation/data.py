@@ -19,6 +19,7 @@ from armature.components.robots.policies.flow import FlowConfig, FlowSamples
 from armature.components.robots.policies.inputs import ModelProcessor
 from armature.components.robots.policies.model import ModelBatch
 from armature.components.robots.policies.settings import RobotPolicySettings
+from armature.components.training.loading import ErrorCarrier, raise_errors
 
 Batch = TypeVar("Batch")
 
@@ -262,13 +263,14 @@ def load(updates: UpdateDataset, first: int, last: int, workers: int) -> Iterato
         context.set_forkserver_preload([__name__])
         options = {"multiprocessing_context": context, "prefetch_factor": 2}
     order = range(first, last + 1)
-    loader = DataLoader(updates, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
+    carried = ErrorCarrier(updates)
+    loader = DataLoader(carried, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
     with FilePrefetch(updates.mixture, updates.positions(last).stop) as files:
-        batches = iter(loader)
+        batches = raise_errors(iter(loader))
         for update in order:
             files.reach(updates.positions(update))
             yield next(batches)
 
 
-def _same(micro_batches: list[PolicyMicroBatch]) -> list[PolicyMicroBatch]:
-    return micro_batches
+def _same(item: Any) -> Any:
+    return item

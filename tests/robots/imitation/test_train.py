@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -126,6 +128,19 @@ def test_files_of_a_remote_dataset_are_prefetched(
     while len(list((tmp_path / "cache/datasets").rglob("data/*/[!.]*.parquet"))) < 4:  # two files of each window
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damaged_frame_is_named_also_by_a_loader_process(inputs: dict[str, Path], tmp_path: Path, workers: int) -> None:
+    shutil.copytree(inputs["dataset"], tmp_path / "data")
+    (file,) = tmp_path.glob("data/dataset/data/*/*.parquet")
+    table, name = pq.read_table(file), "observation.images.front"
+    damaged = pa.array([{"bytes": b"junk", "path": None}] * len(table), table.schema.field(name).type)
+    pq.write_table(table.set_column(table.column_names.index(name), name, damaged), file)
+    machine = make_machine(threads=1, loader_workers=workers, ready_timeout=120)
+    job = make_job(inputs | {"dataset": tmp_path / "data"}, tmp_path / "out", machine=machine, heldout=None)
+    with refused("image_unreadable", "dataset, episode", name):
+        job.train()
 
 
 @pytest.mark.parametrize(
