@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -334,13 +335,17 @@ def chosen_recomputation(
     layers = skeleton.config.get_text_config().num_hidden_layers
     # Estimate without offloading: recomputing activations is faster than offloading all of them.
     in_memory = trainer.model_copy(update={"activation_offloading": False})
-    for recomputed in range(layers):
-        chosen = model.model_copy(update={"gradient_checkpointing": recomputed / layers if recomputed else False})
-        estimate = estimate_memory_of(skeleton, chosen, in_memory, "bfloat16")
+
+    def with_recomputed(count: int) -> ModelSettings:
+        share = count / layers if 0 < count < layers else count == layers
+        return model.model_copy(update={"gradient_checkpointing": share})
+
+    def fits(count: int) -> bool:
+        estimate = estimate_memory_of(skeleton, with_recomputed(count), in_memory, "bfloat16")
         needed = estimate.over(processes.shards, processes.context_parallel).trainer * OVERHEAD
-        if needed <= available * (1 - FREE):
-            return chosen
-    return model.model_copy(update={"gradient_checkpointing": True})
+        return needed <= available * (1 - FREE)
+
+    return with_recomputed(bisect_left(range(layers), True, key=fits))
 
 
 def keeps_gathered(
