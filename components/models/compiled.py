@@ -67,11 +67,11 @@ class _Narrowed(nn.Linear):
 
 # --- Compilation ---
 
-VARIANTS = 64
+_VARIANTS = 64
 """Number of compiled variants that torch may keep per layer type. Variants differ in gradients (with or without), in
 the layer (the first or a later one) and in the number of tokens (few or many). torch keeps 8 by default and then falls
 back to uncompiled layers, which are slower and round differently."""
-_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+COMPILE_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 """Options of torch.compile. Compiled code then rounds intermediate results as eager mode does, so log-probs stay
 equal."""
 _WHERE = "trainer.torch_compile"
@@ -94,8 +94,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     Raises:
         ConfigurationError: the model has no layers of transformers' kind, or there is no C++ compiler.
     """
-    check_compiler(_WHERE)
-    torch._dynamo.config.recompile_limit = VARIANTS
+    prepare_compiler(_WHERE)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
@@ -151,13 +150,13 @@ def _inductor(**partitioner: Any) -> Callable[..., Any]:
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         with torch._functorch.config.patch(**partitioner):
-            return compile_fx(graph, inputs, config_patches=_OPTIONS)
+            return compile_fx(graph, inputs, config_patches=COMPILE_OPTIONS)
 
     return compiled
 
 
-def check_compiler(where: str) -> None:
-    """Check that a C++ compiler is installed.
+def prepare_compiler(where: str) -> None:
+    """Let torch keep `_VARIANTS` compiled variants, after checking that a C++ compiler is installed.
 
     Raises:
         ConfigurationError: no compiler is installed.
@@ -174,3 +173,4 @@ def check_compiler(where: str) -> None:
             where=where,
             remedy="install g++, or leave it out",
         ) from error
+    torch._dynamo.config.recompile_limit = _VARIANTS

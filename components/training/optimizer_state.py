@@ -201,15 +201,14 @@ class InEightBits(OnDevice):
         small, large = _by_size(parameters, states)
         yield small
         # The kernel that updates bf16 weights on a GPU reads and writes moments in 8 bits.
-        fused = [(p, state) for p, state in large if p.dtype != torch.float32 and on_gpu(p)]
+        fused = [pair for pair in large if pair[0].dtype != torch.float32 and on_gpu(pair[0])]
         yield [parameter for parameter, _ in fused], [state for _, state in fused]
         for parameter, state in large:
-            if parameter.dtype != torch.float32 and on_gpu(parameter):
-                continue
-            lent = state | {slot: _plain(state, slot) for slot in CODES}
-            yield [parameter], [lent]
-            for slot in CODES:
-                _store(state, slot, lent[slot])
+            if parameter.dtype == torch.float32 or not on_gpu(parameter):
+                lent = state | {slot: _plain(state, slot) for slot in CODES}
+                yield [parameter], [lent]
+                for slot in CODES:
+                    _store(state, slot, lent[slot])
 
 
 def _plain(state: State, slot: str) -> Tensor:

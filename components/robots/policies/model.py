@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from armature.components.models.compiled import VARIANTS, check_compiler, copy_function
+from armature.components.models.compiled import COMPILE_OPTIONS, copy_function, prepare_compiler
 from armature.components.models.context_parallel import to_device
 from armature.components.robots.policies.flow import FlowConfig, FlowSamples
 from armature.components.robots.policies.settings import RobotPolicySettings, Semantics
 
 Precision = Literal["float32", "bfloat16"]
-COMPILE_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""Options of torch.compile, so that compiled layers round at the same places as plain ones."""
 
 
 def call(module: Callable[..., Any], *inputs: Any) -> Any:
@@ -43,8 +41,7 @@ def compile_calls(*parts: Any, dynamic: bool) -> None:
     Raises:
         ConfigurationError: there is no C++ compiler.
     """
-    check_compiler("torch_compile")
-    torch._dynamo.config.recompile_limit = VARIANTS
+    prepare_compiler("torch_compile")
     for part in parts:
         part.call = torch.compile(copy_function(call), dynamic=dynamic, options=COMPILE_OPTIONS)
 

@@ -37,7 +37,7 @@ WIDTH_MULTIPLE = 256
 """The width of the expert's feed-forward layers, 8/3 of its hidden size, is rounded up to a multiple of this."""
 
 
-Waves = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, Tensor]
 """Sines and cosines of rotary embeddings, (N, L, 1, head size / 2) each."""
 KeyValues = tuple[Tensor, Tensor]
 """Keys and values, (N, S, heads, head size) each, keys after rotation."""
@@ -92,11 +92,11 @@ class SmolVLAExpert(nn.Module):
         steps, size = torch.arange(count, device=points.device), self.lm_expert.layers[0].self_attn.head_dim
         before = prefix.seen[:, None].expand(-1, count, -1)
         earlier = (steps[None, :] <= steps[:, None]).expand(rows, -1, -1)
-        behind = waves(prefix.seen.sum(1, keepdim=True) + steps, size), torch.cat([before, earlier], -1)
-        first = waves(steps.expand(rows, -1), size), before
+        behind = rotary(prefix.seen.sum(1, keepdim=True) + steps, size), torch.cat([before, earlier], -1)
+        first = rotary(steps.expand(rows, -1), size), before
         for number, layer in enumerate(self.lm_expert.layers):
-            read, place = (continued, behind) if self.config.attends_itself(number) else (crossed, first)
-            x = checkpointed(self.call, self.gradient_checkpointing, read, layer, x, prefix.cache[number], *place)
+            kind, place = (self_attention, behind) if self.config.attends_itself(number) else (cross_attention, first)
+            x = checkpointed(self.call, self.gradient_checkpointing, kind, layer, x, prefix.cache[number], *place)
         states = self.lm_expert.norm(x)
         return -self.action_out_proj(states.float()), states  # LeRobot's time, and so its velocity, is reversed
 
@@ -190,12 +190,12 @@ class SmolVLA(PolicyModel):
         words, state = text.embed_tokens(batch.input_ids), expert.state_proj(batch.state)[:, None].to(hidden.dtype)
         x = torch.cat([hidden, words], 1) * math.sqrt(words.shape[-1])
         seen = torch.cat([batch.seen.new_ones(hidden.shape[:2]), batch.seen, batch.seen.new_ones(len(x), 1)], 1)
-        sin, cos = waves(seen.cumsum(1) - 1, text.layers[0].self_attn.head_dim)
+        sin, cos = rotary(seen.cumsum(1) - 1, text.layers[0].self_attn.head_dim)
         shown = (sin[:, :-1], cos[:, :-1]), seen[:, None, :-1]
         last = (sin[:, -1:], cos[:, -1:]), seen[:, None]
         cache = list[KeyValues]()
         for number, layer in enumerate(text.layers, 1):
-            inputs = observed, layer, x, state, shown, last, number < len(text.layers)
+            inputs = prefix_layer, layer, x, state, shown, last, number < len(text.layers)
             x, state, read = checkpointed(self.call, self.gradient_checkpointing, *inputs)
             cache.append(read)
         return Prefix(cache, seen)
@@ -223,14 +223,14 @@ class SmolVLA(PolicyModel):
         compile_calls(self, self.action_expert, dynamic=dynamic)
 
 
-def observed(
-    layer: Any, x: Tensor, state: Tensor, shown: tuple[Waves, Tensor], last: tuple[Waves, Tensor], more: bool
+def prefix_layer(
+    layer: Any, x: Tensor, state: Tensor, shown: tuple[Rotary, Tensor], last: tuple[Rotary, Tensor], more: bool
 ) -> tuple[Tensor, Tensor, KeyValues]:
     """Return a text layer's outputs for images and text and for the state, and the keys and values of all.
 
     Args:
-        shown: Waves of images and text, and the mask of what they attend to.
-        last: The same of the state, which comes last.
+        shown: rotary embeddings of images and text, and the mask of what they attend to.
+        last: the same of the state, which comes last.
         more: False for the last layer, of which only keys and values are needed.
     """
     queries, keys, values = projected(layer, x)
@@ -243,14 +243,14 @@ def observed(
     return x, state, every
 
 
-def continued(layer: Any, x: Tensor, prefix: KeyValues, place: Waves, mask: Tensor) -> Tensor:
+def self_attention(layer: Any, x: Tensor, prefix: KeyValues, place: Rotary, mask: Tensor) -> Tensor:
     """Return the output of a layer in which actions attend to the prefix and to each other."""
     queries, keys, values = projected(layer, x)
     keys, values = torch.cat([prefix[0], rotated(keys, place)], 1), torch.cat([prefix[1], values], 1)
     return finished(layer, x, attended(rotated(queries, place), keys, values, mask))
 
 
-def crossed(layer: Any, x: Tensor, prefix: KeyValues, place: Waves, mask: Tensor) -> Tensor:
+def cross_attention(layer: Any, x: Tensor, prefix: KeyValues, place: Rotary, mask: Tensor) -> Tensor:
     """Return the output of a layer in which actions attend only to the prefix, whose keys and values it projects."""
     attention = layer.self_attn
     queries = attention.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, attention.head_dim))
@@ -282,14 +282,14 @@ def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Ten
     return y.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def waves(positions: Tensor, size: int) -> Waves:
-    """Return the waves of positions (N, L) for heads of a size, in float32."""
+def rotary(positions: Tensor, size: int) -> Rotary:
+    """Return the rotary embeddings of positions (N, L) for heads of a size, in float32."""
     exponents = torch.arange(size // 2, dtype=torch.float32, device=positions.device) * (2.0 / size)
     angles = (positions[..., None].float() / WAVELENGTH**exponents)[:, :, None]
     return angles.sin(), angles.cos()
 
 
-def rotated(x: Tensor, place: Waves) -> Tensor:
+def rotated(x: Tensor, place: Rotary) -> Tensor:
     """Return x (N, L, heads, head size) with rotary embeddings, computed in float32."""
     (first, second), (sin, cos) = x.float().chunk(2, -1), place
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from armature.components.contracts.errors import DataError
 from armature.components.models.blockwise import FP8Linear, quantize_layers
+from armature.components.models.compiled import COMPILE_OPTIONS
 from armature.components.robots.policies.flow import FlowSamples, flow_errors, noisy_actions
 from armature.components.robots.policies.graphs import GraphedFunction
 from armature.components.robots.policies.model import (
-    COMPILE_OPTIONS,
     LossDenominators,
     PolicyLosses,
     PolicyModel,
