@@ -63,7 +63,7 @@ OURS_FITTING = {
 """Variants of ours that should need at most `FITTING_GIB`, by case: tokens of a micro-batch, moments in 8 bits or fp32,
 and the share of layers that recompute activations (all without a number). In a step of one micro-batch gradients take
 the place of activations, so more layers keep them."""
-TRL_FITTING = dict.fromkeys(OURS_FITTING, ("4", "8"))
+TRL_FITTING = "4", "8"
 """Rows of a micro-batch of TRL, which keeps activations."""
 
 
@@ -71,7 +71,7 @@ def fits(cases: Sequence[str], steps: int = STEPS + 1, *, small: bool) -> list[d
     """Measure the variants of both sides within `FITTING_GIB`, and return a row for each case with the fastest ones."""
     compiled = "" if small else ",compile"
     ours = [f"{case},{way},packing,bf16{compiled}" for case in cases for way in OURS_FITTING[case]]
-    trl = [f"bf16,1,0,{case},{rows},4" for case in cases for rows in TRL_FITTING[case]]
+    trl = [f"bf16,1,0,{case},{rows},4" for case in cases for rows in TRL_FITTING]
     taken = sides(ours, trl, steps, small=small, limit=FITTING_GIB)
     rows = [fitting_row(case, taken) for case in cases]
     for row in rows:
