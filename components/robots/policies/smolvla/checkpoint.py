@@ -125,15 +125,8 @@ def load_parts(
     folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)
     chosen = first_settings(source, settings, read_settings(Path(source)), read_settings(folder))
     config, files = SmolVLAConfig.load(folder), folder / VLM
-    if not files.is_dir():
-        name = chosen.checkpoint_path or config.vlm_model_name
-        if name == VLM:  # as a name it would be any folder `vlm` of the working directory
-            raise DataError(
-                "the checkpoint lacks the configuration and tokenizer of its VLM",
-                code="checkpoint_file_missing",
-                where=str(files),
-                remedy="use a policy's complete folder, or set policy.checkpoint_path to the VLM",
-            )
+    name = chosen.checkpoint_path or config.vlm_model_name
+    if not files.is_dir() and name != VLM:  # as a name it would be any folder `vlm` of the working directory
         files = locate(name, chosen.checkpoint_revision, POLICY_WITHOUT_WEIGHTS)
     vlm = _read_vlm(files / CONFIG, config)
     if robot is None:
@@ -151,22 +144,16 @@ def _read_vlm(file: Path, config: SmolVLAConfig) -> SmolVLMConfig:
     Raises:
         DataError: it is of another model, or its patches are larger than the images.
     """
-    document = read_json(file)
-    if (kind := document.get("model_type")) != SmolVLMConfig.model_type:
+    document, side = read_json(file), min(config.resize_imgs_with_padding)
+    with foreign("the VLM's configuration cannot be read", where=str(file), remedy="use the VLM's own files"):
+        vlm = SmolVLMConfig.from_dict(document)
+    kind, patch = document.get("model_type"), vlm.vision_config.patch_size
+    if kind != SmolVLMConfig.model_type or side < patch:
         raise DataError(
-            f"the VLM is of the type {kind!r}, not {SmolVLMConfig.model_type!r}",
+            f"the VLM is of the type {kind!r} with patches of {patch} pixels, and images have {side}",
             code="vlm_unsupported",
             where=str(file),
             remedy="set policy.checkpoint_path to the SmolVLM that the policy was trained from",
-        )
-    with foreign("the VLM's configuration cannot be read", where=str(file), remedy="use the VLM's own files"):
-        vlm = SmolVLMConfig.from_dict(document)
-    if (side := min(config.resize_imgs_with_padding)) < (patch := vlm.vision_config.patch_size):
-        raise DataError(
-            f"images are resized to {side} pixels, and a patch of the VLM has {patch}",
-            code="vlm_unsupported",
-            where=f"{file}, resize_imgs_with_padding",
-            remedy="use the configuration that the policy was trained with",
         )
     return vlm
 
