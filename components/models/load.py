@@ -187,9 +187,19 @@ def recompute_activations(model: Any, share: float = 1.0) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList):
-            for layer in list(stack)[round(share * len(stack)) :]:
+            for layer in list(stack)[recomputed_layers(share, len(stack)) :]:
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.gradient_checkpointing = False
+
+
+def recomputed_layers(share: float, layers: int) -> int:
+    """Return how many of `layers` layers recompute their activations: at least one, if the share is above 0.
+
+    Example:
+        >>> recomputed_layers(0.25, 28), recomputed_layers(0.01, 28), recomputed_layers(0, 28)
+        (7, 1, 0)
+    """
+    return max(1, round(share * layers)) if share else 0
 
 
 def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, MappedWeights]:

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from armature.components.families.family import family_of
 from armature.components.models.attention import LINEAR
 from armature.components.models.blockwise import NF4, SIGNED
-from armature.components.models.load import load_config
+from armature.components.models.load import load_config, recomputed_layers
 from armature.components.models.lora import quantized_layers, target_modules
 from armature.components.models.settings import ModelSettings
 from armature.components.training.processes import TrainerProcesses
@@ -313,7 +313,8 @@ def _layers_in_memory(layers: int, model: ModelSettings, trainer: TrainerSetting
     """
     if trainer.activation_offloading:
         return 1, 0
-    recomputed = round((model.gradient_checkpointing == "auto" or model.gradient_checkpointing) * layers)
+    share = model.gradient_checkpointing
+    recomputed = recomputed_layers(1 if share == "auto" else share, layers)
     return max(1, layers - recomputed), recomputed
 
 
