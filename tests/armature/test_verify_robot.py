@@ -210,7 +210,7 @@ def claims_of(path: Path) -> bytes:
         (nothing, lambda rows: rows[0].update(success="no"), [], "foreign_file_unreadable"),
         (nothing, lambda rows: rows[0].update(note="no"), [], "foreign_file_unreadable"),
         (lambda claims: claims["metrics"].update(success=10**400), nothing, [], "foreign_file_unreadable"),
-        (lambda claims: claims["settings"]["simulator"].update(resolution=10**5), nothing, [], "bundle_asks_too_much"),
+        (lambda claims: claims["settings"]["simulator"].update(resolution=4096), nothing, [], "bundle_asks_too_much"),
         (lambda claims: claims["settings"]["evaluation"].update(attempts=10**400), nothing, [], "bundle_asks_too_much"),
         (nothing, nothing, ["--policy", "store/policy/strong"], "policy_differs"),
         (lambda claims: claims.update(policy="0" * 36), nothing, [], "artifact_not_in_store"),
