@@ -35,7 +35,7 @@ from armature.components.models.flash import is_installed
 from armature.components.models.grouped import GROUPED
 from armature.components.models.lora import add_adapters, base_model, merged_weights, quantize
 from armature.components.models.molmo2 import has_hub_layout, to_hub
-from armature.components.models.settings import ModelSettings
+from armature.components.models.settings import ModelSettings, Recomputation
 from armature.components.models.source import local_code_options, locate
 from armature.components.models.varlen import choose_kernels, complete_processor, is_remote, register_body
 
@@ -169,12 +169,11 @@ def load_model(
     apply_image_attention(model)
     register_body(model)
     model = _freeze_and_adapt(model, settings, device)
-    if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
-        recompute_activations(model, settings.gradient_checkpointing)
+    recompute_activations(model, settings.gradient_checkpointing)
     return (model if empty else model.to(device)).eval()
 
 
-def recompute_activations(model: Any, share: float = 1.0) -> None:
+def recompute_activations(model: Any, share: Recomputation = True) -> None:
     """Recompute activations in the backward pass, in the first layers of the language model and of the vision tower.
 
     The backward pass begins with the last layers, which therefore keep their activations: they are freed before it
@@ -182,8 +181,11 @@ def recompute_activations(model: Any, share: float = 1.0) -> None:
 
     Args:
         model: a transformers model, with or without adapters.
-        share: part of the layers that recompute; the other layers keep their activations.
+        share: part of the layers that recompute; the others keep their activations. False changes nothing, and neither
+            does "auto", which is not resolved yet.
     """
+    if not share or share == "auto":
+        return
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList):

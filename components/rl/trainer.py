@@ -284,8 +284,7 @@ class MultimodalGRPOTrainer:
         """
         if not isinstance(model, str | Path):
             network: Any = model
-            if self.config.gradient_checkpointing and self.config.gradient_checkpointing != "auto":
-                recompute_activations(network, self.config.gradient_checkpointing)
+            recompute_activations(network, self.config.gradient_checkpointing)
             return network, tokenizer
         tqdm.write(f"Loading VLM: {model}")
         settings = self._source
